@@ -1,0 +1,407 @@
+"""Which layers of a model run in four bits: choose them, convert them in place, switch their recipe, revert them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed
+from torch import nn
+
+from lightning_fp4.blocks import BlockStack, block_count, find_block_stacks, is_linear
+from lightning_fp4.linear import FP4Layer, fp4_class, is_conv1d, new_rng_state, original_class
+from lightning_fp4.naming import Role, clean_name, matches, role_of
+from lightning_fp4.recipes import Recipe, get_recipe
+
+log = logging.getLogger(__name__)
+
+FilterFn = Callable[[nn.Module, str], bool]
+Layers = Literal["all", "mlp", "mlp+attention_output"]
+
+_HEAD_NAMES = {"lm_head", "embed_out", "output_projection", "unembed", "output", "head", "score", "classifier"}
+_ADAPTER_PREFIX = "lora_"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerChoice:
+    """What was decided for one linear layer.
+
+    Args:
+        name: clean qualified name.
+        module: the layer.
+        reason: why it stays in high precision, ``None`` if it runs in FP4.
+    """
+
+    name: str
+    module: nn.Module
+    reason: str | None
+
+    @property
+    def size(self) -> int:
+        """Number of weights, which is also its FLOPs per token divided by six."""
+        weight = self.module.weight
+        return 0 if isinstance(weight, nn.parameter.UninitializedParameter) else weight.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionReport:
+    """What runs in FP4 and what does not, with reasons.
+
+    Args:
+        recipe: name of the recipe.
+        choices: one entry for every linear layer of the model.
+        stacks: the lists of transformer blocks that were found.
+        warnings: what the user should know, each a sentence.
+    """
+
+    recipe: str
+    choices: tuple[LayerChoice, ...]
+    stacks: tuple[BlockStack, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def converted(self) -> list[LayerChoice]:
+        """Layers that run in FP4."""
+        return [choice for choice in self.choices if choice.reason is None]
+
+    @property
+    def kept(self) -> list[LayerChoice]:
+        """Layers that stay in high precision."""
+        return [choice for choice in self.choices if choice.reason is not None]
+
+    @property
+    def flops_share(self) -> float:
+        """Share of the linear layers' FLOPs that runs in FP4, 0 to 1."""
+        return sum(c.size for c in self.converted) / max(1, sum(c.size for c in self.choices))
+
+    def summary(self) -> str:
+        """One line for a log."""
+        text = f"converted {len(self.converted)} Linear layers to FP4 ({self.flops_share:.1%} of Linear FLOPs)"
+        if self.kept:
+            names = defaultdict(list)
+            for choice in self.kept:
+                names[choice.reason].append(choice.name)
+            reasons = (f"{_abbreviate(group)} ({reason})" for reason, group in names.items())
+            text += f", kept {len(self.kept)} in high precision: {'; '.join(reasons)}"
+        if self.stacks:
+            text += f". Transformer blocks: {', '.join(map(str, self.stacks))}"
+        return text
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain data; ``gemm_paths`` counts the layers by the units that ran their GEMMs so far."""
+        paths: dict[str, int] = defaultdict(int)
+        converted = []
+        for choice in self.converted:
+            module = choice.module
+            gemms = dict(getattr(module, "fp4_gemm_paths", {}))
+            for gemm, path in gemms.items():
+                paths[f"{gemm}:{path}"] += 1
+            recipe = module.fp4_recipe.name if isinstance(module, FP4Layer) else self.recipe
+            converted.append(
+                {
+                    "name": choice.name,
+                    "shape": _shape(module),
+                    "recipe": recipe,
+                    "gemm_paths": gemms,
+                    "ran": bool(gemms),
+                }
+            )
+        return {
+            "recipe": self.recipe,
+            "converted": converted,
+            "kept": [{"name": c.name, "shape": _shape(c.module), "reason": c.reason} for c in self.kept],
+            "flops_share": self.flops_share,
+            "gemm_paths": dict(paths),
+            "block_stacks": [{"name": s.name, "length": s.length, "block": s.block} for s in self.stacks],
+            "warnings": list(self.warnings),
+        }
+
+
+def plan_conversion(
+    model: nn.Module,
+    recipe: str | Recipe | Mapping[str, Any] = "nvfp4",
+    *,
+    layers: Layers = "all",
+    ignore_modules: Collection[str] = (),
+    filter_fn: FilterFn | None = None,
+    first_blocks: int | float | None = None,
+    last_blocks: int | float | None = None,
+    lora_adapters: bool = False,
+) -> ConversionReport:
+    """Decide which linear layers would run in FP4, and change nothing.
+
+    Arguments and errors are those of :func:`convert_to_fp4`.
+    """
+    recipe = get_recipe(recipe)
+    if layers not in ("all", "mlp", "mlp+attention_output"):
+        raise ValueError(f"`layers={layers!r}` must be 'all', 'mlp' or 'mlp+attention_output'.")
+    if isinstance(ignore_modules, str):
+        raise TypeError(
+            f"`ignore_modules={ignore_modules!r}` must be a collection of names, for example [{ignore_modules!r}]."
+        )
+    found = [(clean_name(name), module) for name, module in model.named_modules() if is_linear(module)]
+    stacks = find_block_stacks(model)
+    first = recipe.first_blocks if first_blocks is None else first_blocks
+    last = recipe.last_blocks if last_blocks is None else last_blocks
+    shared, vocabulary = _embedding_owners(model), _vocabulary_sizes(model)
+
+    def default_reason(name: str, module: nn.Module) -> str | None:
+        if not lora_adapters and any(part.startswith(_ADAPTER_PREFIX) for part in name.split(".")):
+            return "LoRA adapter"
+        tied_to = shared.get(id(module.weight))
+        if tied_to is not None:
+            return f"weight tied to {tied_to}"
+        position = next(((s, i) for s in stacks if (i := s.index(name)) is not None), None)
+        if position is None:
+            is_head = name.rpartition(".")[2] in _HEAD_NAMES or _shape(module)[0] in vocabulary
+            return "output head" if is_head else None
+        stack, index = position
+        leading, trailing = block_count(first, stack.length), block_count(last, stack.length)
+        if index < leading:
+            return f"first {leading} of {stack.length} blocks"
+        if index >= stack.length - trailing:
+            return f"last {trailing} of {stack.length} blocks"
+        role = role_of(name)
+        if layers == "mlp" and not role.is_mlp:
+            return "layers='mlp'"
+        if layers == "mlp+attention_output" and not (role.is_mlp or role is Role.ATTENTION_OUTPUT):
+            return "layers='mlp+attention_output'"
+        return None
+
+    choices = []
+    for name, module in found:
+        reason: str | None
+        if isinstance(module, FP4Layer):
+            reason = None
+        else:
+            reason = _obstacle(module)
+            if reason is None and matches(name, ignore_modules):
+                reason = "ignore_modules"
+            if reason is None and filter_fn is not None:
+                reason = None if filter_fn(module, name) else "filter_fn"
+            elif reason is None:
+                reason = default_reason(name, module)
+        choices.append(LayerChoice(name=name, module=module, reason=reason))
+    report = ConversionReport(
+        recipe=recipe.name,
+        choices=tuple(choices),
+        stacks=tuple(stacks),
+        warnings=tuple(_warnings(model, found, choices, ignore_modules)),
+    )
+    if not any(_obstacle(choice.module) is None for choice in choices):
+        skipped = "".join(f" {c.name}: {c.reason}." for c in report.kept[:5])
+        raise TypeError(
+            f"The model has no Linear layers that can be converted to FP4 (found {len(found)}, {len(report.kept)} skipped)."
+            f"{skipped} Convert a model with `nn.Linear` layers, or train without FP4."
+        )
+    return report
+
+
+def convert_to_fp4(
+    model: nn.Module,
+    recipe: str | Recipe | Mapping[str, Any] = "nvfp4",
+    *,
+    layers: Layers = "all",
+    ignore_modules: Collection[str] = (),
+    filter_fn: FilterFn | None = None,
+    first_blocks: int | float | None = None,
+    last_blocks: int | float | None = None,
+    lora_adapters: bool = False,
+    seed: int | None = None,
+) -> nn.Module:
+    """Make the linear layers of ``model`` compute in four bits, in place.
+
+    Only the layers' classes change: parameters, ties, hooks, ``requires_grad``, train/eval mode and state-dict keys stay.
+    Layers that are FP4 already keep their recipe. Without ``filter_fn``, these stay in high precision: output heads,
+    weights tied to an embedding, LoRA adapters, and the first and last blocks that the recipe asks for.
+
+    Args:
+        model: any module; the outermost ``ModuleList``/``Sequential`` of like blocks is taken as its block stack.
+        recipe: name, dict with a ``"name"``, or :class:`Recipe`.
+        layers: within blocks, ``"all"``, only the ``"mlp"``, or ``"mlp+attention_output"``.
+        ignore_modules: names to keep in high precision, each with all below it; a name may start at any dot.
+        filter_fn: ``filter_fn(module, name)`` alone decides (after ``ignore_modules``) which layers to convert.
+        first_blocks: count or fraction of blocks to keep, in place of the recipe's.
+        last_blocks: count or fraction of blocks to keep, in place of the recipe's.
+        lora_adapters: convert LoRA adapters too.
+        seed: of stochastic rounding, ``torch.initial_seed()`` if not given; ranks and layers draw different bits.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ValueError: for an unknown recipe or option.
+        TypeError: if the model has no linear layer that could be converted.
+
+    Example::
+
+        model = convert_to_fp4(model, "nvfp4", ignore_modules=["vision_tower"])
+    """
+    report = plan_conversion(
+        model,
+        recipe,
+        layers=layers,
+        ignore_modules=ignore_modules,
+        filter_fn=filter_fn,
+        first_blocks=first_blocks,
+        last_blocks=last_blocks,
+        lora_adapters=lora_adapters,
+    )
+    apply_plan(report, get_recipe(recipe), seed)
+    if _rank() == 0:
+        log.info("%s: %s", report.recipe, report.summary())
+        for message in report.warnings:
+            warnings.warn(message, stacklevel=2)
+    return model
+
+
+def apply_plan(report: ConversionReport, recipe: Recipe, seed: int | None = None) -> None:
+    """Convert what ``report`` chose; layers that are FP4 already stay as they are."""
+    seed = torch.initial_seed() if seed is None else seed
+    for choice in report.converted:
+        module = choice.module
+        if isinstance(module, FP4Layer):
+            continue
+        rng_state = new_rng_state(seed, _rank(), choice.name)
+        device = module.weight.device
+        module.__class__ = fp4_class(type(module))
+        assert isinstance(module, FP4Layer)
+        module.fp4_recipe = recipe
+        module.fp4_rng_state = rng_state if device.type == "meta" else rng_state.to(device)
+        module.fp4_gemm_paths = {}
+
+
+def revert_from_fp4(model: nn.Module) -> nn.Module:
+    """Undo :func:`convert_to_fp4` in place: every FP4 layer becomes what it was, with its present weights.
+
+    Returns:
+        ``model`` itself.
+    """
+    for module in fp4_layers(model).values():
+        del module.fp4_recipe, module.fp4_rng_state, module.fp4_gemm_paths
+        module.__class__ = original_class(type(module))
+    return model
+
+
+def fp4_layers(model: nn.Module) -> dict[str, FP4Layer]:
+    """The FP4 layers of a model by clean name."""
+    return {clean_name(name): module for name, module in model.named_modules() if isinstance(module, FP4Layer)}
+
+
+def set_recipe(
+    model: nn.Module, recipe: str | Recipe | Mapping[str, Any], *, filter_fn: FilterFn | None = None
+) -> dict[str, Recipe]:
+    """Replace the recipe of FP4 layers; weights, optimizer state and random states stay.
+
+    Args:
+        model: a converted model, or one FP4 layer.
+        recipe: the new recipe. ``"high_precision"`` makes the layers compute like ``nn.Linear``.
+        filter_fn: ``filter_fn(module, name)`` chooses the layers, all if not given.
+
+    Returns:
+        The recipes before, by layer name.
+    """
+    recipe = get_recipe(recipe)
+    before = {}
+    for name, module in fp4_layers(model).items():
+        if filter_fn is None or filter_fn(module, name):
+            before[name] = module.fp4_recipe
+            module.fp4_recipe = recipe
+    return before
+
+
+@contextlib.contextmanager
+def use_recipe(model: nn.Module, recipe: str | Recipe | Mapping[str, Any]) -> Iterator[None]:
+    """Within the context all FP4 layers use ``recipe``; afterwards each has its own again."""
+    before = set_recipe(model, recipe)
+    try:
+        yield
+    finally:
+        for name, module in fp4_layers(model).items():
+            module.fp4_recipe = before[name]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """Why this linear layer cannot be converted, ``None`` if it can."""
+    module_class = type(module)
+    if isinstance(module, FP4Layer):
+        return None
+    if isinstance(module.weight, nn.parameter.UninitializedParameter):
+        return "lazy: it has no weight yet, so run a batch before converting"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "parametrized weight"
+    if not isinstance(module.weight, nn.Parameter):
+        return "its weight is not a Parameter"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight without calling it"
+    own_forward = not is_conv1d(module_class) and module_class.forward is not nn.Linear.forward
+    if own_forward or "forward" in vars(module):
+        return f"{module_class.__name__} has its own forward"
+    if module.weight.dtype not in _DTYPES:
+        return f"its weight is {module.weight.dtype}"
+    return None
+
+
+def _embedding_owners(model: nn.Module) -> dict[int, str]:
+    """Names of the non-linear modules that own each parameter, by the parameter's id."""
+    return {
+        id(parameter): clean_name(name)
+        for name, module in model.named_modules()
+        if not is_linear(module)
+        for parameter in module.parameters(recurse=False)
+    }
+
+
+def _vocabulary_sizes(model: nn.Module) -> set[int]:
+    return {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def _warnings(
+    model: nn.Module,
+    found: list[tuple[str, nn.Module]],
+    choices: list[LayerChoice],
+    ignore_modules: Collection[str],
+) -> Iterator[str]:
+    for ignored in ignore_modules:
+        if not any(matches(name, [ignored]) for name, _ in found):
+            yield f"`ignore_modules`: {ignored!r} matches no Linear layer of the model. Is it misspelt?"
+    if choices and all(choice.reason is not None for choice in choices):
+        reasons = sorted({str(choice.reason) for choice in choices})
+        yield f"No Linear layer runs in FP4: all {len(choices)} are kept in high precision ({'; '.join(reasons)})."
+    if (
+        any(isinstance(m, nn.TransformerEncoderLayer) for m in model.modules())
+        and torch.backends.mha.get_fastpath_enabled()
+    ):
+        yield (
+            "nn.TransformerEncoderLayer has a fast path in eval mode that does not call its Linear layers, so evaluation "
+            "would not run in FP4. Call `torch.backends.mha.set_fastpath_enabled(False)` if it should."
+        )
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    """``(out_features, in_features)``."""
+    if isinstance(module.weight, nn.parameter.UninitializedParameter):
+        return (0, 0)
+    rows, columns = module.weight.shape
+    return (columns, rows) if not isinstance(module, nn.Linear) else (rows, columns)
+
+
+def _abbreviate(names: list[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _rank() -> int:
+    return (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )

@@ -1,0 +1,253 @@
+"""A linear layer whose three GEMMs run in four bits: the autograd function and the module around it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_fp4 import matmul, ops
+from lightning_fp4.matmul import Matrix, Operand
+from lightning_fp4.recipes.base import Recipe
+from lightning_fp4.tensor import FP4Tensor
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# The random streams of a layer, one for each operand of each GEMM.
+_FPROP_INPUT, _FPROP_WEIGHT, _DGRAD_OUTPUT, _DGRAD_WEIGHT, _WGRAD_OUTPUT, _WGRAD_INPUT = range(6)
+
+
+def new_rng_state(seed: int, rank: int, name: str) -> Tensor:
+    """The random state of one layer: int64 ``[key, step]``, distinct for every seed, rank and layer name."""
+    digest = hashlib.blake2b(f"{seed}/{rank}/{name}".encode(), digest_size=8).digest()
+    with torch.inference_mode(False):
+        return torch.tensor([int.from_bytes(digest, "little") >> 1, 0])
+
+
+def fp4_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, rng_state: Tensor) -> Tensor:
+    """``input @ weight.T + bias`` with the GEMMs of forward and backward as ``recipe`` says.
+
+    Dtypes follow ``torch.nn.functional.linear``, autocast included; the weight is quantised from its own dtype.
+
+    Args:
+        input: ``[..., in_features]``, float32, bfloat16 or float16.
+        weight: ``[out_features, in_features]``.
+        bias: ``[out_features]`` or ``None``.
+        recipe: how.
+        rng_state: int64 ``[2]`` on the input's device, from :func:`new_rng_state`; advances once per backward, so a
+            forward recomputed by activation checkpointing leads to the same bits.
+
+    Returns:
+        ``[..., out_features]``.
+
+    Raises:
+        TypeError: for dtypes that ``torch.nn.functional.linear`` refuses too, and for float64.
+        ValueError: if the last axis of ``input`` is not ``in_features`` long.
+    """
+    device_type = input.device.type
+    dtype = input.dtype
+    if torch.is_autocast_enabled(device_type) and dtype in _DTYPES:
+        dtype = torch.get_autocast_dtype(device_type)
+    elif dtype != weight.dtype:
+        raise TypeError(
+            f"FP4Linear got a {dtype} input for a {weight.dtype} weight. Give both the same dtype or use autocast "
+            "(precision='bf16-mixed')."
+        )
+    if dtype not in _DTYPES:
+        raise TypeError(
+            f"FP4Linear computes from float32, bfloat16 or float16, got {dtype}. Cast the input and the model."
+        )
+    if input.shape[-1] != weight.shape[1]:
+        raise ValueError(f"FP4Linear has in_features={weight.shape[1]}, got an input of shape {tuple(input.shape)}.")
+    flat = input.reshape(-1, input.shape[-1]).to(dtype)
+    if torch.is_grad_enabled():
+        out = _FP4Linear.apply(flat, weight, bias, recipe, rng_state)
+    else:
+        out, _ = _forward(flat, weight, bias, recipe, rng_state, grad_input=False, grad_weight=False)
+    return out.reshape(*input.shape[:-1], weight.shape[0])
+
+
+def _forward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    rng_state: Tensor,
+    *,
+    grad_input: bool,
+    grad_weight: bool,
+) -> tuple[Tensor, tuple[Matrix | None, Matrix | None]]:
+    """The output, and what backward needs: the column forms of input and weight."""
+    fprop_input = Operand.lhs(recipe.fprop, _FPROP_INPUT)
+    fprop_weight = Operand.rhs(recipe.fprop, _FPROP_WEIGHT)
+    input_columns: Matrix | None = None
+    weight_columns: Matrix | None = None
+    if grad_weight:
+        wgrad_input = Operand.rhs(recipe.wgrad, _WGRAD_INPUT)
+        input_rows, input_columns = matmul.quantize_both(input, fprop_input, wgrad_input, rng_state)
+    else:
+        input_rows = matmul.quantize_rows(input, fprop_input, rng_state)
+    if grad_input:
+        dgrad_weight = Operand.rhs(recipe.dgrad, _DGRAD_WEIGHT)
+        weight_rows, weight_columns = matmul.quantize_both(weight, fprop_weight, dgrad_weight, rng_state)
+    else:
+        weight_rows = matmul.quantize_rows(weight, fprop_weight, rng_state)
+    return matmul.multiply(input_rows, weight_rows, bias, input.dtype), (input_columns, weight_columns)
+
+
+class _FP4Linear(torch.autograd.Function):
+    """The three GEMMs of a linear layer. ``input`` is ``[tokens, in_features]``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, rng_state: Tensor
+    ) -> Tensor:
+        grad_input, grad_weight, grad_bias = ctx.needs_input_grad[:3]
+        out, columns = _forward(input, weight, bias, recipe, rng_state, grad_input=grad_input, grad_weight=grad_weight)
+        _save(ctx, columns)
+        ctx.recipe = recipe
+        ctx.rng_state = rng_state
+        ctx.weight_dtype = weight.dtype
+        ctx.bias_dtype = bias.dtype if bias is not None and grad_bias else None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        input_columns, weight_columns = _load(ctx)
+        dgrad_output = Operand.lhs(ctx.recipe.dgrad, _DGRAD_OUTPUT)
+        wgrad_output = Operand.lhs(ctx.recipe.wgrad, _WGRAD_OUTPUT)
+        seed = ops.draw_seed(ctx.rng_state) if dgrad_output.stochastic or wgrad_output.stochastic else None
+        grad_input = grad_weight = grad_bias = None
+        if weight_columns is not None:
+            rows = matmul.quantize_rows(grad_output, dgrad_output, seed)
+            grad_input = matmul.multiply(rows, weight_columns, None, grad_output.dtype)
+        if input_columns is not None:
+            columns = matmul.quantize_columns(grad_output, wgrad_output, seed)
+            grad_weight = matmul.multiply(columns, input_columns, None, grad_output.dtype, ctx.weight_dtype)
+        if ctx.bias_dtype is not None:
+            grad_bias = grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _save(ctx: Any, matrices: tuple[Matrix | None, ...]) -> None:
+    """Put the tensors of ``matrices`` where autograd's saved-tensor hooks see them, and the rest beside."""
+    tensors: list[Tensor | None] = []
+    layout: list[tuple | None] = []
+    for matrix in matrices:
+        if isinstance(matrix, FP4Tensor):
+            tensors += [matrix.codes, matrix.scales, matrix.amax]
+            layout.append((matrix.encoded_max, matrix.format, matrix.shape))
+        else:
+            tensors += [matrix, None, None]
+            layout.append(None)
+    ctx.save_for_backward(*tensors)
+    ctx.layout = tuple(layout)
+
+
+def _load(ctx: Any) -> list[Matrix | None]:
+    """What :func:`_save` put away."""
+    saved = ctx.saved_tensors
+    matrices: list[Matrix | None] = []
+    for i, layout in enumerate(ctx.layout):
+        first, scales, amax = saved[3 * i : 3 * i + 3]
+        if layout is None:
+            matrices.append(first)
+        else:
+            encoded_max, block_format, shape = layout
+            matrices.append(
+                FP4Tensor(
+                    codes=first, scales=scales, amax=amax, encoded_max=encoded_max, format=block_format, shape=shape
+                )
+            )
+    return matrices
+
+
+class FP4Layer(nn.Module):
+    """What a layer needs to compute in four bits; mixed into the class of a linear layer in place.
+
+    It adds no parameters, no buffers and no state-dict keys. Its state is three plain attributes, set by
+    ``convert_to_fp4``:
+
+    Attributes:
+        fp4_recipe: the recipe; replace it with ``set_recipe``.
+        fp4_rng_state: int64 ``[key, step]`` for stochastic rounding.
+        fp4_gemm_paths: which units each GEMM uses, filled in when the layer runs.
+    """
+
+    fp4_recipe: Recipe
+    fp4_rng_state: Tensor
+    fp4_gemm_paths: dict[str, str]
+
+    def _fp4_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        recipe, device = self.fp4_recipe, input.device
+        if self.fp4_rng_state.device != device:
+            with torch.inference_mode(False):
+                self.fp4_rng_state = self.fp4_rng_state.to(device)
+        self.fp4_gemm_paths["fprop"] = matmul.describe(recipe.fprop, device)
+        if torch.is_grad_enabled():
+            if input.requires_grad:
+                self.fp4_gemm_paths["dgrad"] = matmul.describe(recipe.dgrad, device)
+            if weight.requires_grad:
+                self.fp4_gemm_paths["wgrad"] = matmul.describe(recipe.wgrad, device)
+        return fp4_linear(input, weight, bias, recipe, self.fp4_rng_state)
+
+    def extra_repr(self) -> str:
+        """What ``print(model)`` shows in brackets."""
+        return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.fp4_recipe.name!r}")))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is FP4Linear:
+            return super().__reduce_ex__(protocol)
+        # Classes made by `fp4_class` cannot be found by name: make them again.
+        return _new_instance, (original_class(type(self)),), self.__dict__.copy()
+
+
+class FP4Linear(FP4Layer, nn.Linear):
+    """An ``nn.Linear`` that computes in four bits."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` is ``[..., in_features]``; see :func:`fp4_linear`."""
+        return self._fp4_forward(input, self.weight, self.bias)
+
+
+class _FP4Conv1D(FP4Layer):
+    """The same for the ``Conv1D`` of ``transformers`` (GPT-2), a linear layer that stores ``[in, out]``."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` is ``[..., in_features]``."""
+        return self._fp4_forward(input, self.weight.T, self.bias)
+
+
+def is_conv1d(module_class: type) -> bool:
+    """Whether this is ``transformers``' ``Conv1D``, told by name so that ``transformers`` need not be installed."""
+    return module_class.__name__ == "Conv1D" and module_class.__module__.startswith("transformers.")
+
+
+@functools.cache
+def _mix(mixin: Any, original: Any) -> Any:
+    return type(f"FP4{original.__name__}", (mixin, original), {})
+
+
+def fp4_class(original: type[nn.Module]) -> type[FP4Layer]:
+    """The class that ``original`` becomes: ``FP4Linear`` for ``nn.Linear``, a mixture of both for its subclasses."""
+    if original is nn.Linear:
+        return FP4Linear
+    return _mix(_FP4Conv1D if is_conv1d(original) else FP4Linear, original)
+
+
+def original_class(converted: type[FP4Layer]) -> type[nn.Module]:
+    """What :func:`fp4_class` made ``converted`` from."""
+    return nn.Linear if converted is FP4Linear else converted.__bases__[1]
+
+
+def _new_instance(original: type[nn.Module]) -> FP4Layer:
+    module_class = fp4_class(original)
+    return module_class.__new__(module_class)

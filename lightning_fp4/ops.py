@@ -1,0 +1,283 @@
+"""The operations on FP4 tensors, as PyTorch operators: the only place that chooses which implementation runs.
+
+Each is registered with ``torch.library``, opaque to ``torch.compile`` (a compiler that fused these lines could change
+their rounding), pure except for :func:`draw_seed`, and unaffected by autocast.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Literal, Optional
+
+import torch
+from torch import Tensor
+
+from lightning_fp4 import reference
+from lightning_fp4.formats import E2M1, E4M3, FORMATS, BlockFormat
+from lightning_fp4.quantizer import Quantizer, Rounding
+from lightning_fp4.tensor import FP4Tensor
+
+GemmPath = Literal["fp32", "bf16"]
+
+
+def gemm_path(device: torch.device) -> GemmPath:
+    """Which units multiply decoded FP4 operands on this device: ``"bf16"`` on a GPU, ``"fp32"`` on a CPU, both exact."""
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+def backend(device: torch.device) -> Literal["reference"]:
+    """Which implementation quantises on this device."""
+    return "reference"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The functions that the package calls
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def draw_seed(rng_state: Tensor) -> Tensor:
+    """Take the next seed and advance the state.
+
+    Args:
+        rng_state: int64 ``[2]``, key and step; the step grows by one.
+
+    Returns:
+        int64 ``[2]``, key and the step before.
+    """
+    return _draw_seed(rng_state)
+
+
+def quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    *,
+    hadamard: int | None = None,
+    transposed: bool = False,
+    seed: Tensor | None = None,
+    stream: int = 0,
+) -> FP4Tensor:
+    """Quantise a matrix, or its transpose, along the last axis.
+
+    Args:
+        x: ``[rows, columns]``, float32, bfloat16 or float16.
+        quantizer: how.
+        hadamard: rotate groups of this length along the quantised axis first.
+        transposed: quantise ``x.T`` in place of ``x``.
+        seed: int64 ``[2]`` from :func:`draw_seed`; needed by stochastic rounding only.
+        stream: which of the independent random streams of this seed to use.
+
+    Raises:
+        ValueError: if stochastic rounding is asked for without a seed.
+    """
+    if quantizer.rounding is Rounding.STOCHASTIC and seed is None:
+        raise ValueError("`quantize` with stochastic rounding needs a `seed`, an int64 tensor [key, step].")
+    rows, columns = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
+    codes, scales, amax = _quantize(
+        x,
+        quantizer.format.name,
+        quantizer.rounding.value,
+        quantizer.scale_rule.value,
+        hadamard or 0,
+        transposed,
+        seed if quantizer.rounding is Rounding.STOCHASTIC else None,
+        stream,
+    )
+    return FP4Tensor(
+        codes=codes,
+        scales=scales,
+        amax=amax if quantizer.format.global_scale else None,
+        encoded_max=quantizer.scale_rule.scale_max * E2M1.max,
+        format=quantizer.format,
+        shape=(rows, columns),
+    )
+
+
+def transpose(x: FP4Tensor) -> FP4Tensor:
+    """The transpose of a tensor with square blocks, from its codes."""
+    codes, scales = _transpose(x.codes, x.scales, x.format.name, *x.shape)
+    return FP4Tensor(
+        codes=codes,
+        scales=scales,
+        amax=x.amax,
+        encoded_max=x.encoded_max,
+        format=x.format,
+        shape=(x.shape[1], x.shape[0]),
+    )
+
+
+def dequantize(x: FP4Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Decode to ``[rows, columns]`` in ``dtype``."""
+    return _dequantize(x.codes, x.scales, x.amax, x.format.name, x.encoded_max, *x.shape, dtype)
+
+
+def gemm(lhs: FP4Tensor, rhs: FP4Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``lhs @ rhs.T + bias``, summed in float32 and rounded once to ``dtype``: ``[lhs rows, rhs rows]``."""
+    assert lhs.shape[1] == rhs.shape[1]
+    return _gemm(
+        lhs.codes,
+        lhs.scales,
+        lhs.amax,
+        lhs.format.name,
+        lhs.encoded_max,
+        rhs.codes,
+        rhs.scales,
+        rhs.amax,
+        rhs.format.name,
+        rhs.encoded_max,
+        bias,
+        lhs.shape[0],
+        rhs.shape[0],
+        lhs.shape[1],
+        dtype,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Registration
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """Register a function whose first argument is a tensor as ``lightning_fp4::name``, run outside autocast."""
+
+    def register(body: Callable) -> Callable:
+        @functools.wraps(body)
+        def outside_autocast(first: Tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
+            with torch.autocast(first.device.type, enabled=False):
+                return body(first, *args, **kwargs)
+
+        return torch.library.custom_op(f"lightning_fp4::{name}", outside_autocast, mutates_args=mutates)
+
+    return register
+
+
+def _storage(
+    block_format: BlockFormat, rows: int, columns: int
+) -> tuple[tuple[int, int], tuple[int, int], torch.dtype]:
+    """Shapes of codes and scales, and the dtype of scales, of a quantised ``[rows, columns]``."""
+    block_rows, block_columns = block_format.block
+    block_count = (columns + block_columns - 1) // block_columns
+    scale_dtype = torch.float8_e4m3fn if block_format.scale is E4M3 else torch.float8_e8m0fnu
+    scale_shape = ((rows + block_rows - 1) // block_rows, block_count)
+    return (rows, block_count * block_columns // 2), scale_shape, scale_dtype
+
+
+def _rebuild(
+    codes: Tensor, scales: Tensor, amax: Tensor | None, name: str, encoded_max: float, *shape: int
+) -> FP4Tensor:
+    rows, columns = shape
+    return FP4Tensor(
+        codes=codes, scales=scales, amax=amax, encoded_max=encoded_max, format=FORMATS[name], shape=(rows, columns)
+    )
+
+
+@_operator("draw_seed", mutates=("rng_state",))
+def _draw_seed(rng_state: Tensor) -> Tensor:
+    seed = rng_state.clone()
+    rng_state[1] += 1
+    return seed
+
+
+@_draw_seed.register_fake
+def _(rng_state: Tensor) -> Tensor:
+    return torch.empty_like(rng_state)
+
+
+@_operator("quantize")
+def _quantize(
+    x: Tensor,
+    format: str,
+    rounding: str,
+    scale_rule: str,
+    hadamard: int,
+    transposed: bool,
+    seed: Optional[Tensor],
+    stream: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    quantizer = Quantizer(format=FORMATS[format], rounding=Rounding(rounding), scale_rule=scale_rule)  # type: ignore[arg-type]
+    matrix = x.T if transposed else x
+    columns = matrix.shape[1]
+    if hadamard:
+        matrix = reference.rotate(matrix, hadamard)
+    bits = None
+    if seed is not None:
+        padded = matrix.shape[1] + -matrix.shape[1] % quantizer.format.block[1]
+        bits = reference.random_bytes(matrix.shape[0], padded, seed, stream)
+    quantized = reference.quantize(matrix, quantizer, random_bits=bits)
+    assert quantized.codes.shape[1] * 2 >= columns
+    amax = quantized.amax if quantized.amax is not None else x.new_empty(0, 0, dtype=torch.float32)
+    return quantized.codes, quantized.scales, amax
+
+
+@_quantize.register_fake
+def _(x, format, rounding, scale_rule, hadamard, transposed, seed, stream):  # type: ignore[no-untyped-def]
+    block_format = FORMATS[format]
+    rows, columns = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
+    if hadamard:
+        columns = (columns + hadamard - 1) // hadamard * hadamard
+    codes, scales, scale_dtype = _storage(block_format, rows, columns)
+    amax = {"tensor": (1, 1), "row": (rows, 1), None: (0, 0)}[block_format.global_scale]
+    return (
+        x.new_empty(codes, dtype=torch.uint8),
+        x.new_empty(scales, dtype=scale_dtype),
+        x.new_empty(amax, dtype=torch.float32),
+    )
+
+
+@_operator("transpose")
+def _transpose(codes: Tensor, scales: Tensor, format: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    quantized = reference.transpose(_rebuild(codes, scales, None, format, 1.0, rows, columns))
+    return quantized.codes, quantized.scales
+
+
+@_transpose.register_fake
+def _(codes, scales, format, rows, columns):  # type: ignore[no-untyped-def]
+    codes_shape, scales_shape, _ = _storage(FORMATS[format], columns, rows)
+    return codes.new_empty(codes_shape), scales.new_empty(scales_shape)
+
+
+@_operator("dequantize")
+def _dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    amax: Optional[Tensor],
+    format: str,
+    encoded_max: float,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return reference.dequantize(_rebuild(codes, scales, amax, format, encoded_max, rows, columns)).to(dtype, copy=True)
+
+
+@_dequantize.register_fake
+def _(codes, scales, amax, format, encoded_max, rows, columns, dtype):  # type: ignore[no-untyped-def]
+    return codes.new_empty((rows, columns), dtype=dtype)
+
+
+@_operator("gemm")
+def _gemm(
+    lhs_codes: Tensor,
+    lhs_scales: Tensor,
+    lhs_amax: Optional[Tensor],
+    lhs_format: str,
+    lhs_encoded_max: float,
+    rhs_codes: Tensor,
+    rhs_scales: Tensor,
+    rhs_amax: Optional[Tensor],
+    rhs_format: str,
+    rhs_encoded_max: float,
+    bias: Optional[Tensor],
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    lhs = _rebuild(lhs_codes, lhs_scales, lhs_amax, lhs_format, lhs_encoded_max, m, k)
+    rhs = _rebuild(rhs_codes, rhs_scales, rhs_amax, rhs_format, rhs_encoded_max, n, k)
+    return reference.gemm(lhs, rhs, bias).to(dtype)
+
+
+@_gemm.register_fake
+def _(lhs_codes, *args):  # type: ignore[no-untyped-def]
+    m, n, _, dtype = args[-4:]
+    return lhs_codes.new_empty((m, n), dtype=dtype)

@@ -1,0 +1,70 @@
+"""How one operand of a GEMM becomes four-bit: format, rounding and scale rule, with the combinations that make sense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_fp4.formats import E4M3, E8M0, NVFP4, BlockFormat
+
+
+class Rounding(str, Enum):
+    """How a scaled value moves to the E2M1 grid."""
+
+    NEAREST = "nearest"
+    """Round to nearest, ties to even."""
+    STOCHASTIC = "stochastic"
+    """Round up with the probability that makes the result right on average; eight random bits a value."""
+
+
+class ScaleRule(str, Enum):
+    """How a block's maximum becomes its stored scale."""
+
+    RNE = "rne"
+    """``amax / 6`` rounded to the nearest E4M3. What Blackwell recipes use. Half of the scales round down, so a block's
+    maximum saturates; with stochastic rounding that is a bias (slope 0.9966)."""
+    UNBIASED = "unbiased"
+    """``amax / 6`` rounded **up**, so nothing saturates and stochastic rounding stays unbiased."""
+    FOUR_OVER_SIX = "four_over_six"
+    """Map the block maximum to 6 or to 4, whichever gives the smaller squared error (arXiv 2512.02010)."""
+
+    @property
+    def scale_max(self) -> float:
+        """The E4M3 value that the scale of the tensor's largest block maps to."""
+        return 256.0 if self is ScaleRule.FOUR_OVER_SIX else E4M3.max
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantizer:
+    """How one GEMM operand is quantised.
+
+    Args:
+        format: block format.
+        rounding: :class:`Rounding` or its value as a string.
+        scale_rule: :class:`ScaleRule` or its value as a string.
+
+    Raises:
+        ValueError: for an unknown name, or a rule that the format or the rounding cannot have.
+    """
+
+    format: BlockFormat = NVFP4
+    rounding: Rounding = Rounding.NEAREST
+    scale_rule: ScaleRule = ScaleRule.RNE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rounding", Rounding(self.rounding))
+        object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule))
+        if self.format.scale is E8M0 and self.scale_rule is not ScaleRule.UNBIASED:
+            raise ValueError(
+                f"`Quantizer(format={self.format}, scale_rule={self.scale_rule.value!r})`: the scales of {self.format} are "
+                "powers of two, which always round up. Use scale_rule='unbiased'."
+            )
+        if self.rounding is Rounding.STOCHASTIC and self.scale_rule is ScaleRule.FOUR_OVER_SIX:
+            raise ValueError(
+                "`Quantizer(rounding='stochastic', scale_rule='four_over_six')`: choosing the scale by the error makes "
+                "stochastic rounding biased. Use scale_rule='unbiased' (or 'rne') for gradients."
+            )
+
+    def __str__(self) -> str:
+        rounding = "SR" if self.rounding is Rounding.STOCHASTIC else "RTN"
+        return f"{self.format} {rounding} {self.scale_rule.value}"

@@ -1,0 +1,136 @@
+"""A matrix to four bits and back, in plain PyTorch: the meaning that every faster version has to match."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from lightning_fp4.formats import E2M1
+from lightning_fp4.quantizer import Quantizer, Rounding, ScaleRule
+from lightning_fp4.reference import packing, rounding, scaling
+from lightning_fp4.tensor import FP4Tensor
+
+
+def quantize(x: Tensor, quantizer: Quantizer, *, random_bits: Tensor | None = None) -> FP4Tensor:
+    """Quantise a matrix along its last axis.
+
+    Args:
+        x: ``[rows, columns]``, float32, bfloat16 or float16, any strides, any size including zero.
+        quantizer: how.
+        random_bits: uint8 ``[rows, columns padded to blocks]``; needed by stochastic rounding only.
+
+    Returns:
+        The quantised tensor. NaN and Inf anywhere make what they touch decode to non-finite values, never to plausible
+        numbers: the whole tensor where there is a global scale, else the block.
+    """
+    block_format = quantizer.format
+    encoded_max = quantizer.scale_rule.scale_max * E2M1.max
+    amax = scaling.global_amax(x, block_format)
+    global_encode = None if amax is None else scaling.encode_scale(amax, encoded_max)
+    block_rows, block_columns = block_format.block
+    padded = torch.nn.functional.pad(
+        x.float().contiguous(), (0, -x.shape[1] % block_columns, 0, -x.shape[0] % block_rows)
+    )
+    blocks = scaling.block_amax(padded, block_format)
+    values = padded[: x.shape[0]]
+
+    def encode(scales: Tensor) -> Tensor:
+        factors = scaling.expand(scaling.block_encode(scales, global_encode), block_format, values.shape[0])
+        scaled = (values * factors).clamp(-E2M1.max, E2M1.max)
+        if quantizer.rounding is Rounding.STOCHASTIC:
+            assert random_bits is not None, "stochastic rounding needs random bits"
+            return rounding.e2m1_stochastic(scaled, random_bits)
+        return rounding.e2m1_nearest(scaled)
+
+    def wrap(scales: Tensor, codes: Tensor) -> FP4Tensor:
+        return FP4Tensor(
+            codes=packing.pack(codes),
+            scales=scales,
+            amax=amax,
+            encoded_max=encoded_max,
+            format=block_format,
+            shape=(x.shape[0], x.shape[1]),
+        )
+
+    scales = scaling.block_scales(blocks, global_encode, quantizer.scale_rule, block_format)
+    codes = encode(scales)
+    if quantizer.scale_rule is not ScaleRule.FOUR_OVER_SIX:
+        return wrap(scales, codes)
+
+    assert global_encode is not None
+    # Four over six: a scale 1.5 times as large maps the block maximum to 4; the smaller squared error wins.
+    scales_4 = rounding.e4m3_nearest(blocks * (global_encode * (1.0 / E2M1.max)) * 1.5)
+    codes_4 = encode(scales_4)
+    error_6 = _block_squared_error(wrap(scales, codes), values)
+    error_4 = _block_squared_error(wrap(scales_4, codes_4), values)
+    pick_4 = error_4 < error_6
+    return wrap(
+        torch.where(pick_4, scales_4.view(torch.uint8), scales.view(torch.uint8)).view(scales.dtype),
+        torch.where(scaling.expand(pick_4, block_format, values.shape[0]), codes_4, codes),
+    )
+
+
+def _block_squared_error(quantized: FP4Tensor, values: Tensor) -> Tensor:
+    """Sum over each block of the squared error, ``[block rows, block columns]``."""
+    assert quantized.amax is not None
+    # Ties between the candidates are common, and this order of the products (not the decoder's) decides them as
+    # Blackwell software does.
+    factors = scaling.expand(quantized.scales.float() * quantized.amax, quantized.format, values.shape[0])
+    decoded = rounding.e2m1_decode(packing.unpack(quantized.codes)) * factors * (1.0 / quantized.encoded_max)
+    error = (decoded - values).square()
+    rows, columns = quantized.format.block
+    error = torch.nn.functional.pad(error, (0, 0, 0, -error.shape[0] % rows))
+    return error.reshape(error.shape[0] // rows, rows, error.shape[1] // columns, columns).sum(dim=(1, 3))
+
+
+def _decode_padded(quantized: FP4Tensor) -> Tensor:
+    codes = packing.unpack(quantized.codes)
+    factors = quantized.scales.float()
+    if quantized.amax is not None:
+        factors = factors * quantized.amax * (1.0 / quantized.encoded_max)
+    factors = scaling.expand(factors, quantized.format, codes.shape[0])
+    return rounding.e2m1_decode(codes) * factors
+
+
+def dequantize(quantized: FP4Tensor) -> Tensor:
+    """Decode to float32 ``[rows, columns]``."""
+    return _decode_padded(quantized)[:, : quantized.shape[1]]
+
+
+def decode_blocks(quantized: FP4Tensor) -> Tensor:
+    """Decode without the global scale: ``E2M1 value * block scale`` in float32, ``[rows, padded columns]``.
+
+    These products need at most six significant bits, so BF16 holds them exactly.
+    """
+    codes = packing.unpack(quantized.codes)
+    factors = scaling.expand(quantized.scales.float(), quantized.format, codes.shape[0])
+    return rounding.e2m1_decode(codes) * factors
+
+
+def global_decode(quantized: FP4Tensor) -> Tensor | None:
+    """What multiplies :func:`decode_blocks` to give the value: float32 ``[1, 1]`` or ``[rows, 1]``, or ``None``."""
+    return None if quantized.amax is None else quantized.amax / quantized.encoded_max
+
+
+def transpose(quantized: FP4Tensor) -> FP4Tensor:
+    """The quantised transpose of a tensor with square blocks, from its codes: no value changes.
+
+    Raises:
+        ValueError: if the format's blocks are not square.
+    """
+    block_rows, block_columns = quantized.format.block
+    if block_rows != block_columns:
+        raise ValueError(f"`transpose`: the blocks of {quantized.format} are {block_rows}x{block_columns}, not square.")
+    rows, columns = quantized.shape
+    codes = packing.unpack(quantized.codes)[:, :columns].T.contiguous()
+    codes = torch.nn.functional.pad(codes, (0, -rows % block_columns))
+    return dataclasses.replace(
+        quantized,
+        codes=packing.pack(codes),
+        scales=quantized.scales.view(torch.uint8)
+        .T.clone(memory_format=torch.contiguous_format)
+        .view(quantized.scales.dtype),
+        shape=(columns, rows),
+    )

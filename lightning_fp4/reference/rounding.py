@@ -1,0 +1,81 @@
+"""Rounding to E2M1 codes, E4M3 and E8M0 scales, one function per rule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fp4.formats import E2M1_VALUES, E4M3
+
+SIGN_BIT = 8
+
+
+def e2m1_nearest(x: Tensor) -> Tensor:
+    """Round to the nearest E2M1 value, ties to even.
+
+    Args:
+        x: float32, any shape. Magnitudes above 6 saturate.
+
+    Returns:
+        uint8 codes of the same shape.
+    """
+    magnitude = x.abs()
+    # A code is the number of rounding boundaries passed. A tie goes to the even code: up where the lower code is odd.
+    code = (magnitude > 0.25).to(torch.uint8)
+    code += magnitude >= 0.75
+    code += magnitude > 1.25
+    code += magnitude >= 1.75
+    code += magnitude > 2.5
+    code += magnitude >= 3.5
+    code += magnitude > 5.0
+    return code + SIGN_BIT * torch.signbit(x).to(torch.uint8)
+
+
+def e2m1_stochastic(x: Tensor, random_bits: Tensor) -> Tensor:
+    """Round to one of the two neighbouring E2M1 values, up with probability ``floor(256 * distance) / 256``.
+
+    Args:
+        x: float32, any shape. Magnitudes above 6 saturate.
+        random_bits: uint8, same shape, uniform over all 256 values.
+
+    Returns:
+        uint8 codes of the same shape.
+    """
+    magnitude = x.abs().clamp(max=6.0)
+    # The spacing of E2M1 values is .5 below 2, 1 below 4 and 2 up to 6; codes are consecutive along the way.
+    spacing = 0.5 + 0.5 * (magnitude >= 2) + (magnitude >= 4)
+    steps = torch.floor(magnitude / spacing + random_bits.float() / 256)
+    code = steps + 2.0 * (magnitude >= 2) + 2.0 * (magnitude >= 4)
+    code = torch.nan_to_num(code, nan=0.0).clamp(max=7).to(torch.uint8)
+    return code + SIGN_BIT * torch.signbit(x).to(torch.uint8)
+
+
+def e2m1_decode(codes: Tensor) -> Tensor:
+    """Float32 values of uint8 codes 0..15."""
+    values = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=codes.device)
+    return values[codes.int()]
+
+
+def e4m3_nearest(x: Tensor) -> Tensor:
+    """Round non-negative float32 to E4M3, ties to even, saturating at 448; NaN stays NaN."""
+    return x.clamp(max=E4M3.max).to(torch.float8_e4m3fn)
+
+
+def e4m3_up(x: Tensor) -> Tensor:
+    """Round non-negative float32 to the next E4M3 value at or above it, saturating at 448; NaN stays NaN."""
+    clamped = x.clamp(max=E4M3.max)
+    nearest = clamped.to(torch.float8_e4m3fn)
+    # Non-negative E4M3 values are ordered like their bytes, so the next value is the next byte.
+    too_small = nearest.float() < clamped
+    return (nearest.view(torch.uint8) + too_small.to(torch.uint8)).view(torch.float8_e4m3fn)
+
+
+def e8m0_up(x: Tensor) -> Tensor:
+    """Round non-negative float32 to the next power of two at or above it, within 2^-127 .. 2^127.
+
+    Zero becomes 2^-127; Inf and NaN become E8M0's NaN, so they stay visible.
+    """
+    mantissa, exponent = torch.frexp(x)  # x = mantissa * 2^exponent with mantissa in [.5, 1)
+    exponent = exponent - (mantissa == 0.5).int()
+    biased = torch.where(x == 0, 0, (exponent + 127).clamp(0, 254))
+    return torch.where(x.isfinite(), biased, 255).to(torch.uint8).view(torch.float8_e8m0fnu)
