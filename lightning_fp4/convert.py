@@ -46,7 +46,7 @@ class LayerChoice:
     @property
     def size(self) -> int:
         """Number of weights, which is also its FLOPs per token divided by six."""
-        weight = self.module.weight
+        weight: Any = self.module.weight
         return 0 if isinstance(weight, nn.parameter.UninitializedParameter) else weight.numel()
 
 
@@ -88,7 +88,7 @@ class ConversionReport:
             names = defaultdict(list)
             for choice in self.kept:
                 names[choice.reason].append(choice.name)
-            reasons = (f"{_abbreviate(group)} ({reason})" for reason, group in names.items())
+            reasons = (f"{abbreviate(group)} ({reason})" for reason, group in names.items())
             text += f", kept {len(self.kept)} in high precision: {'; '.join(reasons)}"
         if self.stacks:
             text += f". Transformer blocks: {', '.join(map(str, self.stacks))}"
@@ -198,8 +198,8 @@ def plan_conversion(
     if not any(_obstacle(choice.module) is None for choice in choices):
         skipped = "".join(f" {c.name}: {c.reason}." for c in report.kept[:5])
         raise TypeError(
-            f"The model has no Linear layers that can be converted to FP4 (found {len(found)}, {len(report.kept)} skipped)."
-            f"{skipped} Convert a model with `nn.Linear` layers, or train without FP4."
+            f"The model has no Linear layers that can be converted to FP4 (found {len(found)}, {len(report.kept)} "
+            f"skipped).{skipped} Convert a model with `nn.Linear` layers, or train without FP4."
         )
     return report
 
@@ -218,8 +218,8 @@ def convert_to_fp4(
 ) -> nn.Module:
     """Make the linear layers of ``model`` compute in four bits, in place.
 
-    Only the layers' classes change: parameters, ties, hooks, ``requires_grad``, train/eval mode and state-dict keys stay.
-    Layers that are FP4 already keep their recipe. Without ``filter_fn``, these stay in high precision: output heads,
+    Only the layers' classes change: parameters, ties, hooks, ``requires_grad``, train/eval mode and state-dict keys
+    stay. Layers that are FP4 already keep their recipe. Without ``filter_fn``, these stay in high precision: output heads,
     weights tied to an embedding, LoRA adapters, and the first and last blocks that the recipe asks for.
 
     Args:
@@ -270,11 +270,11 @@ def apply_plan(report: ConversionReport, recipe: Recipe, seed: int | None = None
         if isinstance(module, FP4Layer):
             continue
         rng_state = new_rng_state(seed, _rank(), choice.name)
-        device = module.weight.device
+        weight: Any = module.weight
         module.__class__ = fp4_class(type(module))
         assert isinstance(module, FP4Layer)
         module.fp4_recipe = recipe
-        module.fp4_rng_state = rng_state if device.type == "meta" else rng_state.to(device)
+        module.fp4_rng_state = rng_state if weight.is_meta else rng_state.to(weight.device)
         module.fp4_gemm_paths = {}
 
 
@@ -286,7 +286,8 @@ def revert_from_fp4(model: nn.Module) -> nn.Module:
     """
     for module in fp4_layers(model).values():
         del module.fp4_recipe, module.fp4_rng_state, module.fp4_gemm_paths
-        module.__class__ = original_class(type(module))
+        original: Any = original_class(type(module))
+        module.__class__ = original
     return model
 
 
@@ -383,8 +384,8 @@ def _warnings(
         and torch.backends.mha.get_fastpath_enabled()
     ):
         yield (
-            "nn.TransformerEncoderLayer has a fast path in eval mode that does not call its Linear layers, so evaluation "
-            "would not run in FP4. Call `torch.backends.mha.set_fastpath_enabled(False)` if it should."
+            "nn.TransformerEncoderLayer has a fast path in eval mode that does not call its Linear layers, so "
+            "evaluation would not run in FP4. Call `torch.backends.mha.set_fastpath_enabled(False)` if it should."
         )
 
 
@@ -392,11 +393,13 @@ def _shape(module: nn.Module) -> tuple[int, int]:
     """``(out_features, in_features)``."""
     if isinstance(module.weight, nn.parameter.UninitializedParameter):
         return (0, 0)
-    rows, columns = module.weight.shape
+    weight: Any = module.weight
+    rows, columns = weight.shape
     return (columns, rows) if not isinstance(module, nn.Linear) else (rows, columns)
 
 
-def _abbreviate(names: list[str], most: int = 3) -> str:
+def abbreviate(names: list[str], most: int = 3) -> str:
+    """The first few names, and how many more there are."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 

@@ -1,0 +1,185 @@
+"""What the Trainer plugin and the Fabric plugin share: arguments, conversion, contexts, state and report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_fp4 import ops
+from lightning_fp4.convert import ConversionReport, Layers, abbreviate, apply_plan, plan_conversion
+from lightning_fp4.linear import FP4Layer
+from lightning_fp4.recipes import Recipe, get_recipe
+
+BasePrecision = Literal["bf16-mixed", "bf16-true", "32-true"]
+
+_STATE_VERSION = 1
+
+
+class FP4Plugin:
+    """The common part of ``lightning_fp4.FP4Precision`` and ``lightning_fp4.fabric.FP4Precision``.
+
+    Each mixes it into its own library's ``FSDPPrecision``, the only precision plugin that ``FSDPStrategy`` takes.
+    """
+
+    precision: Any
+
+    def __init__(
+        self,
+        recipe: str | dict[str, Any] | Recipe = "nvfp4",
+        *,
+        precision: BasePrecision = "bf16-mixed",
+        layers: Layers = "all",
+        ignore_modules: Collection[str] = (),
+        filter_fn: Callable[[nn.Module, str], bool] | None = None,
+        first_blocks: int | float | None = None,
+        last_blocks: int | float | None = None,
+        lora_adapters: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        name = type(self).__name__
+        if precision not in get_args(BasePrecision):
+            raise ValueError(
+                f"`{name}(precision={precision!r})` is not supported. `precision` is the base precision around the FP4 "
+                f"layers and must be one of: {', '.join(map(repr, get_args(BasePrecision)))}."
+            )
+        try:
+            self.recipe = get_recipe(recipe)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"`{name}(recipe={recipe!r})`: {error}") from None
+        super().__init__(precision=precision)  # type: ignore[call-arg]
+        self.seed = seed
+        self.choice: dict[str, Any] = {
+            "layers": layers,
+            "ignore_modules": ignore_modules,
+            "filter_fn": filter_fn,
+            "first_blocks": first_blocks,
+            "last_blocks": last_blocks,
+            "lora_adapters": lora_adapters,
+        }
+        self._report: ConversionReport | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.recipe.name!r}, precision={self.precision!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The report holds the layers; a copy or a spawned process converts its own model.
+        return {**self.__dict__, "_report": None}
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Conversion
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _convert(self, module: nn.Module, device: torch.device | None) -> None:
+        """Convert ``module`` in place and say so; ``device`` is where it will run, if that is known."""
+        already = sum(isinstance(m, FP4Layer) for m in module.modules())
+        report = plan_conversion(module, self.recipe, **self.choice)
+        apply_plan(report, self.recipe, self.seed)
+        first_time, self._report = self._report is None, report
+        if not first_time and len(report.converted) == already:
+            return
+        if already:
+            rank_zero_info(f"{self!r}: {already} layers were FP4 already and keep their recipe.")
+        where = "" if device is None else f". {_how_it_runs(device)}"
+        rank_zero_info(f"{self!r}: {report.summary()}{where}")
+        for message in report.warnings:
+            rank_zero_warn(message)
+        if self.precision == "bf16-mixed" and any(p.dtype is torch.bfloat16 for p in module.parameters()):
+            rank_zero_warn(
+                f"{self!r}: the model has bfloat16 parameters, which lose small updates. Load the model in float32; "
+                "precision='bf16-mixed' computes in bfloat16 anyway."
+            )
+
+    def report(self) -> dict[str, Any]:
+        """What runs in FP4 as plain data.
+
+        Returns:
+            ``recipe``; ``converted``: name, shape ``(out, in)``, recipe, ``gemm_paths`` that really ran and ``ran`` of
+            each FP4 layer; ``kept``: name, shape and reason; ``flops_share`` of the linear layers, 0 to 1;
+            ``gemm_paths``: number of layers by GEMM and units; ``block_stacks``; ``warnings``.
+
+        Raises:
+            RuntimeError: before a model was converted.
+        """
+        if self._report is None:
+            raise RuntimeError(
+                f"{self!r} has not converted a model yet: `report()` works once fitting or setup has begun."
+            )
+        return self._report.as_dict()
+
+    def _fp4_layers(self) -> dict[str, FP4Layer]:
+        """The converted layers by name; empty before conversion."""
+        converted = [] if self._report is None else self._report.converted
+        return {choice.name: choice.module for choice in converted if isinstance(choice.module, FP4Layer)}
+
+    def _warn_of_idle_layers(self) -> None:
+        """Name the FP4 layers that a training step never called."""
+        idle = [name for name, layer in self._fp4_layers().items() if not layer.fp4_gemm_paths]
+        if idle:
+            names = abbreviate(idle)
+            rank_zero_warn(
+                f"{self!r}: {len(idle)} converted layers were not called in the first training step ({names}). If other "
+                "code reads their weights directly, that part does not run in FP4; put them into `ignore_modules` to "
+                "have the report say so."
+            )
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # State
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _fp4_state(self) -> dict[str, Any]:
+        """Plain data for a checkpoint: the step of each layer's random state."""
+        layers = self._fp4_layers()
+        states = [layer.fp4_rng_state.cpu() for layer in layers.values()]
+        steps = torch.stack(states)[:, 1].tolist() if states else []
+        return {"version": _STATE_VERSION, "recipe": self.recipe.name, "steps": dict(zip(layers, steps, strict=True))}
+
+    def _load_fp4_state(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`_fp4_state` was taken; layers it does not know start afresh."""
+        if state.get("version") != _STATE_VERSION:
+            rank_zero_warn(
+                f"{self!r}: the checkpoint holds FP4 state of version {state.get('version')!r}, this is version "
+                f"{_STATE_VERSION}. Weights are loaded; stochastic rounding starts with fresh random bits."
+            )
+            return
+        if state["recipe"] != self.recipe.name:
+            rank_zero_info(f"{self!r}: the checkpoint was trained with the recipe {state['recipe']!r}.")
+        layers = self._fp4_layers()
+        for name, layer in layers.items():
+            if name in state["steps"]:
+                layer.fp4_rng_state[1] = state["steps"][name]
+        missing = [name for name in layers if name not in state["steps"]]
+        if missing:
+            rank_zero_info(
+                f"{self!r}: {len(missing)} FP4 layers are new since the checkpoint, for example {missing[0]}."
+            )
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Precision hooks
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def forward_context(self) -> AbstractContextManager:
+        """Autocast on the model's device for mixed precision, else the default dtype."""
+        if self.precision != "bf16-mixed":
+            return super().forward_context()  # type: ignore[misc]
+        return torch.autocast(self._device_type(), dtype=torch.bfloat16)
+
+    def _device_type(self) -> str:
+        for layer in self._fp4_layers().values():
+            return next(layer.parameters()).device.type
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def convert_input(self, data: Any) -> Any:
+        """Casts floating-point tensors for ``bf16-true`` only."""
+        return super().convert_input(data) if self.precision == "bf16-true" else data  # type: ignore[misc]
+
+
+def _how_it_runs(device: torch.device) -> str:
+    return (
+        f"FP4 is emulated on {device.type} ({ops.backend(device)} quantiser, {ops.gemm_path(device)} GEMMs): "
+        "exact numerics, not faster than the base precision"
+    )

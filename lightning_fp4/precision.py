@@ -1,0 +1,188 @@
+"""FP4Precision: the one line that a user adds to the Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Generator
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from lightning.pytorch.plugins.precision.precision import Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_fp4.convert import Layers, use_recipe
+from lightning_fp4.plugin import BasePrecision, FP4Plugin
+from lightning_fp4.recipes import Recipe
+
+CHECKPOINT_KEY = "lightning_fp4"
+
+
+class FP4Precision(FP4Plugin, FSDPPrecision):
+    """Train the linear layers of a LightningModule in four bits: ``Trainer(plugins=[FP4Precision("nvfp4")])``.
+
+    The layers are converted in place when fitting (validating, testing, predicting) starts; parameters, ties,
+    optimizers and checkpoint keys stay what they are, so checkpoints are plain and load anywhere. One log line says
+    which layers run in FP4, which do not, and why; :meth:`report` returns it as data. After fitting the layers stay
+    FP4, see ``revert_from_fp4``. Works on one device and with DDP, FSDP and ``ModelParallelStrategy`` (FSDP2).
+
+    Args:
+        recipe: a recipe's name (see ``list_recipes``), a dict with its ``name`` and options, or a ``Recipe``.
+        precision: the base precision, in place of ``Trainer(precision=...)``: ``"bf16-mixed"`` (float32 weights,
+            bfloat16 autocast), ``"bf16-true"`` or ``"32-true"``.
+        layers: within transformer blocks, ``"all"`` linear layers, the ``"mlp"``, or ``"mlp+attention_output"``.
+        ignore_modules: modules to keep in the base precision, each with all below it; a name may start at any dot.
+        filter_fn: ``filter_fn(module, name)`` alone decides (after ``ignore_modules``) which layers to convert.
+        first_blocks: transformer blocks at the start to keep, a count or a fraction, in place of the recipe's.
+        last_blocks: transformer blocks at the end to keep, a count or a fraction, in place of the recipe's.
+        lora_adapters: convert LoRA adapters too.
+        seed: of stochastic rounding, PyTorch's initial seed (``seed_everything``) if not given.
+        eval_precision: whether validation, test and prediction run in ``"fp4"`` too or in the ``"base"`` precision.
+
+    Raises:
+        ValueError: for an unknown recipe, recipe option, base precision or ``eval_precision``.
+
+    Example::
+
+        trainer = Trainer(plugins=[FP4Precision("nvfp4", ignore_modules=["vision_tower"])])
+        trainer.fit(model)
+        print(trainer.precision_plugin.report())
+    """
+
+    def __init__(
+        self,
+        recipe: str | dict[str, Any] | Recipe = "nvfp4",
+        *,
+        precision: BasePrecision = "bf16-mixed",
+        layers: Layers = "all",
+        ignore_modules: Collection[str] = (),
+        filter_fn: Callable[[nn.Module, str], bool] | None = None,
+        first_blocks: int | float | None = None,
+        last_blocks: int | float | None = None,
+        lora_adapters: bool = False,
+        seed: int | None = None,
+        eval_precision: Literal["fp4", "base"] = "fp4",
+    ) -> None:
+        super().__init__(
+            recipe,
+            precision=precision,
+            layers=layers,
+            ignore_modules=ignore_modules,
+            filter_fn=filter_fn,
+            first_blocks=first_blocks,
+            last_blocks=last_blocks,
+            lora_adapters=lora_adapters,
+            seed=seed,
+        )
+        if eval_precision not in ("fp4", "base"):
+            raise ValueError(f"`FP4Precision(eval_precision={eval_precision!r})` must be 'fp4' or 'base'.")
+        self.eval_precision = eval_precision
+        self._module: nn.Module | None = None
+        self._root: nn.Module | None = None
+        self._has_stepped = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_module": None, "_root": None}
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert ``module`` in place; the strategy calls it each time it sets up."""
+        trainer = _trainer_of(module)
+        if trainer is None:
+            raise MisconfigurationException(
+                f"`{self!r}` got a {type(module).__name__} that belongs to no Trainer. With Fabric, use "
+                "`lightning_fp4.fabric.FP4Precision`; without Lightning, use `convert_to_fp4(model, recipe)`."
+            )
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                "`FP4Precision` does not support `DeepSpeedStrategy`, whose engine runs backward and step itself. Use "
+                "`ModelParallelStrategy` (FSDP2), `FSDPStrategy` or `DDPStrategy`."
+            )
+        FSDPPrecision.convert_module(self, module)
+        self._convert(module, trainer.strategy.root_device)
+        self._module = module
+        return module
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Remember the wrapped root, which FSDP needs to clip gradients."""
+        self._root = model
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def teardown(self) -> None:
+        """Let go of the model; the report and the state stay, since checkpoints may be saved later."""
+        self._root = self._module = None
+        super().teardown()
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """The base precision's step; after the very first one, warn of layers that were never called."""
+        result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._warn_of_idle_layers()
+        return result
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm over all parameters, across the shards of FSDP too."""
+        if isinstance(self._root, FullyShardedDataParallel):
+            self._root.clip_grad_norm_(clip_val)
+        else:
+            Precision.clip_grad_by_norm(self, optimizer, clip_val)
+
+    @override
+    @contextlib.contextmanager
+    def val_step_context(self) -> Generator[None, None, None]:
+        """The context of a validation step, in ``eval_precision``."""
+        with self._evaluation_recipe(), super().val_step_context():
+            yield
+
+    @override
+    @contextlib.contextmanager
+    def test_step_context(self) -> Generator[None, None, None]:
+        """The context of a test step, in ``eval_precision``."""
+        with self._evaluation_recipe(), super().test_step_context():
+            yield
+
+    @override
+    @contextlib.contextmanager
+    def predict_step_context(self) -> Generator[None, None, None]:
+        """The context of a prediction step, in ``eval_precision``."""
+        with self._evaluation_recipe(), super().predict_step_context():
+            yield
+
+    def _evaluation_recipe(self) -> contextlib.AbstractContextManager:
+        if self.eval_precision == "fp4" or self._module is None:
+            return contextlib.nullcontext()
+        return use_recipe(self._module, "high_precision")
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the random state's steps under ``"lightning_fp4"``, a key that no renaming of classes touches."""
+        checkpoint[CHECKPOINT_KEY] = self._fp4_state()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on where the checkpoint was saved; one from a run without FP4 has nothing to restore."""
+        if CHECKPOINT_KEY in checkpoint:
+            self._load_fp4_state(checkpoint[CHECKPOINT_KEY])
+
+
+def _trainer_of(module: nn.Module) -> pl.Trainer | None:
+    """The Trainer that ``module`` is attached to."""
+    try:
+        trainer = module.trainer if isinstance(module, pl.LightningModule) else None
+    except RuntimeError:  # Lightning's way to say that there is none
+        return None
+    return trainer if isinstance(trainer, pl.Trainer) else None
