@@ -37,8 +37,8 @@ class BlockStack:
 def find_block_stacks(model: nn.Module) -> list[BlockStack]:
     """The outermost ``nn.ModuleList`` and ``nn.Sequential`` whose children are blocks.
 
-    Blocks are two or more children of one class (or, in a ``ModuleList`` of four or more, of mixed classes, as in hybrid
-    models) of which each holds a linear layer without being one.
+    Blocks are two or more children of one class (or, in a ``ModuleList`` of four or more, of mixed classes, as in
+    hybrid models) of which each holds a linear layer without being one.
     """
     stacks: list[BlockStack] = []
     inside: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ def find_block_stacks(model: nn.Module) -> list[BlockStack]:
 
 
 def block_count(blocks: int | float, length: int) -> int:
-    """A count of blocks as it is, or a fraction below 1 of ``length`` rounded to the nearest count; at most ``length``."""
+    """A count of blocks as it is, or a fraction of ``length`` rounded to the nearest count; at most ``length``."""
     return min(int(blocks) if blocks >= 1 else int(blocks * length + 0.5), length)
 
 

@@ -219,8 +219,8 @@ def convert_to_fp4(
     """Make the linear layers of ``model`` compute in four bits, in place.
 
     Only the layers' classes change: parameters, ties, hooks, ``requires_grad``, train/eval mode and state-dict keys
-    stay. Layers that are FP4 already keep their recipe. Without ``filter_fn``, these stay in high precision: output heads,
-    weights tied to an embedding, LoRA adapters, and the first and last blocks that the recipe asks for.
+    stay. Layers that are FP4 already keep their recipe. Without ``filter_fn``, these stay in high precision: output
+    heads, weights tied to an embedding, LoRA adapters, and the first and last blocks that the recipe asks for.
 
     Args:
         model: any module; the outermost ``ModuleList``/``Sequential`` of like blocks is taken as its block stack.

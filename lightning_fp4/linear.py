@@ -236,14 +236,14 @@ def _mix(mixin: Any, original: Any) -> Any:
     return type(f"FP4{original.__name__}", (mixin, original), {})
 
 
-def fp4_class(original: type[nn.Module]) -> type[FP4Layer]:
+def fp4_class(original: Any) -> type[FP4Layer]:
     """The class that ``original`` becomes: ``FP4Linear`` for ``nn.Linear``, a mixture of both for its subclasses."""
     if original is nn.Linear:
         return FP4Linear
     return _mix(_FP4Conv1D if is_conv1d(original) else FP4Linear, original)
 
 
-def original_class(converted: type[FP4Layer]) -> type[nn.Module]:
+def original_class(converted: type[nn.Module]) -> type[nn.Module]:
     """What :func:`fp4_class` made ``converted`` from."""
     return nn.Linear if converted is FP4Linear else converted.__bases__[1]
 

@@ -10,6 +10,7 @@ from typing import Literal, Optional
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from lightning_fp4 import reference
 from lightning_fp4.formats import E2M1, E4M3, FORMATS, BlockFormat
@@ -20,7 +21,7 @@ GemmPath = Literal["fp32", "bf16"]
 
 
 def gemm_path(device: torch.device) -> GemmPath:
-    """Which units multiply decoded FP4 operands on this device: ``"bf16"`` on a GPU, ``"fp32"`` on a CPU, both exact."""
+    """Which units multiply decoded FP4 operands here: ``"bf16"`` on a GPU, ``"fp32"`` on a CPU, both exact."""
     return "bf16" if device.type == "cuda" else "fp32"
 
 
@@ -136,10 +137,10 @@ def gemm(lhs: FP4Tensor, rhs: FP4Tensor, bias: Tensor | None, dtype: torch.dtype
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+def _operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], CustomOpDef]:
     """Register a function whose first argument is a tensor as ``lightning_fp4::name``, run outside autocast."""
 
-    def register(body: Callable) -> Callable:
+    def register(body: Callable) -> CustomOpDef:
         @functools.wraps(body)
         def outside_autocast(first: Tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
             with torch.autocast(first.device.type, enabled=False):

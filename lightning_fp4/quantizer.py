@@ -1,4 +1,4 @@
-"""How one operand of a GEMM becomes four-bit: format, rounding and scale rule, with the combinations that make sense."""
+"""How one operand of a GEMM becomes four-bit: format, rounding and scale rule, in combinations that make sense."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Quantizer:
         object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule))
         if self.format.scale is E8M0 and self.scale_rule is not ScaleRule.UNBIASED:
             raise ValueError(
-                f"`Quantizer(format={self.format}, scale_rule={self.scale_rule.value!r})`: the scales of {self.format} are "
-                "powers of two, which always round up. Use scale_rule='unbiased'."
+                f"`Quantizer(format={self.format}, scale_rule={self.scale_rule.value!r})`: the scales of {self.format} "
+                "are powers of two, which always round up. Use scale_rule='unbiased'."
             )
         if self.rounding is Rounding.STOCHASTIC and self.scale_rule is ScaleRule.FOUR_OVER_SIX:
             raise ValueError(

@@ -20,8 +20,8 @@ class FP4Tensor:
     Args:
         codes: uint8 ``[rows, padded columns / 2]``, two codes a byte, the even column in the low nibble.
         scales: float8_e4m3fn or float8_e8m0fnu, ``[padded rows / block rows, padded columns / block columns]``.
-        amax: float32 ``[1, 1]`` or ``[rows, 1]``, the largest magnitude of the tensor or row; ``None`` if the format has
-            no global scale.
+        amax: float32 ``[1, 1]`` or ``[rows, 1]``, the largest magnitude of the tensor or row; ``None`` if the format
+            has no global scale.
         encoded_max: what ``amax`` becomes in units of code value times block scale, for example 6 x 448 = 2688.
         format: the block format.
         shape: true ``(rows, columns)``.

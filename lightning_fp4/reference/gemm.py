@@ -24,10 +24,7 @@ def gemm(lhs: FP4Tensor, rhs: FP4Tensor, bias: Tensor | None = None) -> Tensor:
         float32 ``[M, N]``.
     """
     a, b = decode_blocks(lhs), decode_blocks(rhs)
-    if a.is_cuda:
-        out = torch.mm(a.bfloat16(), b.bfloat16().T, out_dtype=torch.float32)
-    else:
-        out = a @ b.T
+    out = torch.mm(a.bfloat16(), b.bfloat16().T, out_dtype=torch.float32) if a.is_cuda else a @ b.T
     scale_lhs, scale_rhs = global_decode(lhs), global_decode(rhs)
     if scale_lhs is not None and scale_rhs is not None:
         out *= scale_lhs * scale_rhs.T

@@ -17,7 +17,7 @@ _SIGNS = (
 
 
 def hadamard_matrix(size: int) -> Tensor:
-    """The orthogonal matrix ``diag(signs) @ Sylvester(size) / sqrt(size)`` in float32; ``size`` is 2, 4, 8, 16 or 32."""
+    """The orthogonal matrix ``diag(signs) @ Sylvester(size) / sqrt(size)``, float32; ``size`` is 2, 4, 8, 16 or 32."""
     return rotate(torch.eye(size), size)
 
 
