@@ -16,19 +16,24 @@ class BlockStack:
 
     Args:
         name: clean qualified name of the list, empty if the model itself is the list.
-        length: number of blocks.
+        children: names of the blocks within the list, in order.
         block: class name of the blocks.
     """
 
     name: str
-    length: int
+    children: tuple[str, ...]
     block: str
+
+    @property
+    def length(self) -> int:
+        """Number of blocks."""
+        return len(self.children)
 
     def index(self, name: str) -> int | None:
         """Which block the module with this clean name lies in, ``None`` if in none of this stack."""
         prefix = f"{self.name}." if self.name else ""
         head, _, _ = name.removeprefix(prefix).partition(".")
-        return int(head) if name.startswith(prefix) and head.isdigit() else None
+        return self.children.index(head) if name.startswith(prefix) and head in self.children else None
 
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({self.length} x {self.block})"
@@ -50,7 +55,11 @@ def find_block_stacks(model: nn.Module) -> list[BlockStack]:
         alike = len(classes) == 1 or (isinstance(module, nn.ModuleList) and len(children) >= 4)
         if len(children) >= 2 and alike and all(_holds_linear(child) for child in children):
             names = sorted(c.__name__ for c in classes)
-            stacks.append(BlockStack(name=clean_name(raw_name), length=len(children), block="/".join(names)))
+            stacks.append(
+                BlockStack(
+                    name=clean_name(raw_name), children=tuple(dict(module.named_children())), block="/".join(names)
+                )
+            )
             inside += (f"{raw_name}." if raw_name else "",)
     return stacks
 

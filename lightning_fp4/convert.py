@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import warnings
 from collections import defaultdict
@@ -140,6 +141,10 @@ def plan_conversion(
     Arguments and errors are those of :func:`convert_to_fp4`.
     """
     recipe = get_recipe(recipe)
+    if first_blocks is not None:
+        recipe = dataclasses.replace(recipe, first_blocks=first_blocks)
+    if last_blocks is not None:
+        recipe = dataclasses.replace(recipe, last_blocks=last_blocks)
     if layers not in ("all", "mlp", "mlp+attention_output"):
         raise ValueError(f"`layers={layers!r}` must be 'all', 'mlp' or 'mlp+attention_output'.")
     if isinstance(ignore_modules, str):
@@ -148,8 +153,6 @@ def plan_conversion(
         )
     found = [(clean_name(name), module) for name, module in model.named_modules() if is_linear(module)]
     stacks = find_block_stacks(model)
-    first = recipe.first_blocks if first_blocks is None else first_blocks
-    last = recipe.last_blocks if last_blocks is None else last_blocks
     shared, vocabulary = _embedding_owners(model), _vocabulary_sizes(model)
 
     def default_reason(name: str, module: nn.Module) -> str | None:
@@ -163,7 +166,7 @@ def plan_conversion(
             is_head = name.rpartition(".")[2] in _HEAD_NAMES or _shape(module)[0] in vocabulary
             return "output head" if is_head else None
         stack, index = position
-        leading, trailing = block_count(first, stack.length), block_count(last, stack.length)
+        leading, trailing = (block_count(n, stack.length) for n in (recipe.first_blocks, recipe.last_blocks))
         if index < leading:
             return f"first {leading} of {stack.length} blocks"
         if index >= stack.length - trailing:
@@ -326,7 +329,7 @@ def use_recipe(model: nn.Module, recipe: str | Recipe | Mapping[str, Any]) -> It
         yield
     finally:
         for name, module in fp4_layers(model).items():
-            module.fp4_recipe = before[name]
+            module.fp4_recipe = before.get(name, module.fp4_recipe)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

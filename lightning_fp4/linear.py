@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def new_rng_state(seed: int, rank: int, name: str) -> Tensor:
     """The random state of one layer: int64 ``[key, step]``, distinct for every seed, rank and layer name."""
     digest = hashlib.blake2b(f"{seed}/{rank}/{name}".encode(), digest_size=8).digest()
     with torch.inference_mode(False):
-        return torch.tensor([int.from_bytes(digest, "little") >> 1, 0])
+        return torch.tensor([int.from_bytes(digest, "little") >> 1, 0], device="cpu")
 
 
 def fp4_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, rng_state: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ def fp4_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recip
         )
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(f"FP4Linear has in_features={weight.shape[1]}, got an input of shape {tuple(input.shape)}.")
-    flat = input.reshape(-1, input.shape[-1]).to(dtype)
+    flat = input.reshape(math.prod(input.shape[:-1]), input.shape[-1]).to(dtype)
     if torch.is_grad_enabled():
         out = _FP4Linear.apply(flat, weight, bias, recipe, rng_state)
     else:
@@ -203,8 +204,8 @@ class FP4Layer(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is FP4Linear:
             return super().__reduce_ex__(protocol)
-        # Classes made by `fp4_class` cannot be found by name: make them again.
-        return _new_instance, (original_class(type(self)),), self.__dict__.copy()
+        # Classes made by `fp4_class` cannot be found by name: make them again. The rest is as the original class wants.
+        return _new_instance, (original_class(type(self)),), *super().__reduce_ex__(protocol)[2:]
 
 
 class FP4Linear(FP4Layer, nn.Linear):

@@ -18,7 +18,7 @@ _SIGNS = (
 
 def hadamard_matrix(size: int) -> Tensor:
     """The orthogonal matrix ``diag(signs) @ Sylvester(size) / sqrt(size)``, float32; ``size`` is 2, 4, 8, 16 or 32."""
-    return rotate(torch.eye(size), size)
+    return rotate(torch.eye(size, dtype=torch.float32), size)
 
 
 def rotate(x: Tensor, size: int) -> Tensor:

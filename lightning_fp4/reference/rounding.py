@@ -43,16 +43,16 @@ def e2m1_stochastic(x: Tensor, random_bits: Tensor) -> Tensor:
     """
     magnitude = x.abs().clamp(max=6.0)
     # The spacing of E2M1 values is .5 below 2, 1 below 4 and 2 up to 6; codes are consecutive along the way.
-    spacing = 0.5 + 0.5 * (magnitude >= 2) + (magnitude >= 4)
+    spacing = torch.where(magnitude >= 4, 2.0, torch.where(magnitude >= 2, 1.0, 0.5)).float()
     steps = torch.floor(magnitude / spacing + random_bits.float() / 256)
-    code = steps + 2.0 * (magnitude >= 2) + 2.0 * (magnitude >= 4)
+    code = steps + 2 * (magnitude >= 2).float() + 2 * (magnitude >= 4).float()
     code = torch.nan_to_num(code, nan=0.0).clamp(max=7).to(torch.uint8)
     return code + SIGN_BIT * torch.signbit(x).to(torch.uint8)
 
 
 def e2m1_decode(codes: Tensor) -> Tensor:
     """Float32 values of uint8 codes 0..15."""
-    values = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=codes.device)
+    values = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), dtype=torch.float32, device=codes.device)
     return values[codes.int()]
 
 

@@ -24,7 +24,7 @@ def global_amax(x: Tensor, block_format: BlockFormat) -> Tensor | None:
         return None
     per_row = block_format.global_scale == "row"
     if x.numel() == 0:
-        return torch.zeros(x.shape[0] if per_row else 1, 1, device=x.device)
+        return torch.zeros(x.shape[0] if per_row else 1, 1, dtype=torch.float32, device=x.device)
     amax = x.abs().amax(dim=1 if per_row else (0, 1), keepdim=True)
     return amax.float()
 
