@@ -1,0 +1,773 @@
+"""FP4Precision under a Trainer on one CPU process: what it converts, when, what it says, and what it must not break."""
+
+import copy
+import dataclasses
+import inspect
+import logging
+import warnings
+from functools import partial
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelSummary, ThroughputMonitor
+from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from lightning_fp4 import FP4Linear, FP4Precision, convert_to_fp4, get_recipe, revert_from_fp4, set_recipe
+from tests.helpers import RTN, relative_error
+from tests.trainer_models import (
+    WIDTH,
+    LanguageModel,
+    Regressor,
+    adamw,
+    assert_same_weights,
+    layers_of,
+    messages,
+    plugin,
+    sgd,
+    trainer,
+    weights,
+)
+
+SR = get_recipe("nvfp4")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# FP4 is on, and only where it should be
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_training_runs_in_fp4(precision):
+    """The loss falls, and differs from that of a run without FP4 as much as four bits make it differ, no more."""
+    plain, fp4 = Regressor(samples=128), Regressor(samples=128)
+    trainer(precision=precision).fit(plain)
+    trainer(plugin(SR, precision=precision)).fit(fp4)
+    assert fp4.losses[-1] < 0.95 * fp4.losses[0]
+    assert 1e-4 < abs(fp4.losses[0] / plain.losses[0] - 1) < 0.1
+    assert fp4.losses[-1] == pytest.approx(plain.losses[-1], rel=0.15)
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert {p.dtype for p in fp4.parameters()} == {dtype}
+
+
+def test_high_precision_recipe_equals_plain_lightning_to_the_bit():
+    class Recording(BoringModel):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            self.losses.append(output["loss"].item())
+            return output
+
+    def run(**kwargs):
+        torch.manual_seed(0)
+        model = Recording()
+        model.losses = []
+        trainer(limit_train_batches=20, limit_val_batches=2, max_epochs=2, **kwargs).fit(model)
+        return model
+
+    plain, ours = run(precision="32-true"), run(plugins=[plugin("high_precision")])
+    assert len(plain.losses) == 40
+    assert ours.losses == plain.losses
+    assert_same_weights(ours, plain)
+    assert isinstance(ours.layer, FP4Linear)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_high_precision_recipe_equals_plain_lightning_in_bfloat16(precision):
+    plain, ours = Regressor(), Regressor()
+    trainer(precision=precision).fit(plain)
+    trainer(plugin("high_precision", precision=precision)).fit(ours)
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-2)
+    assert [p.dtype for p in ours.parameters()] == [p.dtype for p in plain.parameters()]
+
+
+class ForwardOracle(pl.Callback):
+    """At each training forward of each layer: is the output that of a new FP4 layer with the layer's present weight?"""
+
+    def __init__(self):
+        self.checked = 0
+
+    def on_train_start(self, trainer, pl_module):
+        self.handles = [layer.register_forward_hook(self.compare) for layer in layers_of(pl_module).values()]
+
+    def on_train_end(self, trainer, pl_module):
+        for handle in self.handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def compare(self, layer, args, output):
+        fresh = nn.Linear(layer.in_features, layer.out_features)
+        fresh.load_state_dict({name: p.detach().clone() for name, p in layer.named_parameters()})
+        fresh.to(layer.weight.dtype)
+        convert_to_fp4(fresh, layer.fp4_recipe)
+        assert torch.equal(fresh(args[0]), output)
+        self.checked += 1
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        adamw,
+        partial(adamw, foreach=True),
+        partial(adamw, fused=True),
+        partial(sgd, fused=True),
+    ],
+    ids=["adamw", "adamw-foreach", "adamw-fused", "sgd-fused"],
+)
+@pytest.mark.parametrize("averaging", [False, True], ids=["", "ema"])
+def test_forward_uses_the_current_weight(optimizer, averaging):
+    """T01: fused optimizers and weight averaging change weights without a trace that a cache could watch."""
+    oracle = ForwardOracle()
+    callbacks = [oracle, *([EMAWeightAveraging(decay=0.5)] if averaging else [])]
+    model = Regressor(optimizer)
+    before = weights(model)
+    trainer(plugin(precision="bf16-mixed"), max_epochs=2, callbacks=callbacks).fit(model)
+    assert oracle.checked == 2 * (2 * 4 + 2 * 4)  # layers, epochs, batches of training and validation
+    assert all(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_gradients_flow_after_a_pass_without_grad():
+    """Autocast must not keep the weights' bfloat16 copies of a pass under no_grad: kept layers would not learn."""
+
+    class TwoPasses(Regressor):
+        def training_step(self, batch, batch_idx):
+            with torch.no_grad():
+                self.net(batch)
+            return super().training_step(batch, batch_idx)
+
+    once, twice = Regressor(), TwoPasses()
+    for model in (once, twice):
+        trainer(plugin(precision="bf16-mixed", ignore_modules=["net.2"])).fit(model)
+    assert not isinstance(twice.net[2], FP4Linear)
+    assert twice.losses == once.losses
+    assert_same_weights(twice, once)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Conversion within the Trainer's life
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_conversion_keeps_parameters_ties_hooks_flags_and_mode():
+    model = Regressor()
+    first, last = model.net[0], model.net[2]
+    last.weight = first.weight  # tied to each other
+    first.bias.requires_grad_(False)
+    calls = []
+    last.register_forward_hook(lambda *_: calls.append(1))
+    parameters, keys = list(model.parameters()), list(model.state_dict())
+    trainer(plugin()).fit(model)
+    assert model.net[0] is first
+    assert isinstance(first, FP4Linear)
+    assert isinstance(last, nn.Linear)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert first.weight is last.weight
+    assert not first.bias.requires_grad
+    assert first.bias.grad is None
+    assert len(calls) == 8  # four training, four validation batches
+    assert list(model.state_dict()) == keys
+    assert not list(model.buffers())
+
+
+def test_tied_language_model():
+    """T06: the head stays tied to the embedding, is kept by default, and still is after training."""
+    model = LanguageModel()
+    count = len(list(model.parameters()))
+    fp4 = plugin()
+    trainer(fp4, max_epochs=2).fit(model)
+    assert model.model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(list(model.parameters())) == count
+    kept = {layer["name"]: layer["reason"] for layer in fp4.report()["kept"]}
+    assert kept == {"model.lm_head": "weight tied to model.embed_tokens"}
+    assert model.losses[-1] < model.losses[0]
+
+
+def test_tied_head_in_fp4_gets_the_gradient_of_both_uses():
+    """T06: if the user insists on a four-bit head, the embedding's gradient is the sum over both paths."""
+    tied = LanguageModel()
+    fp4 = plugin(filter_fn=lambda module, name: name == "model.lm_head")
+    trainer(fp4, max_steps=1, limit_train_batches=1).fit(tied)
+    assert isinstance(tied.model.lm_head, FP4Linear)
+    assert tied.model.lm_head.weight is tied.model.embed_tokens.weight
+
+    separate, again = LanguageModel(tied=False), LanguageModel()
+    separate.load_state_dict({**again.state_dict()})
+    for model in (separate, again):
+        convert_to_fp4(model, RTN, filter_fn=lambda module, name: name == "model.lm_head")
+        model.training_step(next(iter(model.train_dataloader())), 0).backward()
+    expected = separate.model.lm_head.weight.grad + separate.model.embed_tokens.weight.grad
+    torch.testing.assert_close(again.model.embed_tokens.weight.grad, expected)
+
+
+def test_validate_fit_test_predict_with_one_plugin():
+    """Conversion happens at each entry, once; inference_mode leaves nothing behind that a later fit trips over."""
+    fp4, model = plugin(SR), Regressor()
+    runner = trainer(fp4, max_epochs=2)
+    before = runner.validate(model, verbose=False)
+    assert len(layers_of(model)) == 2
+    runner.fit(model)
+    after = runner.validate(model, verbose=False)
+    assert after[0]["val_loss"] < before[0]["val_loss"]
+    assert runner.test(model, verbose=False)[0]["test_loss"] == pytest.approx(after[0]["val_loss"])
+    predicted = torch.cat(runner.predict(model))
+    data = torch.cat(list(model.loader()))
+    plain = revert_from_fp4(copy.deepcopy(model)).net(data)
+    assert 0.02 < relative_error(predicted, plain) < 0.3
+
+
+@pytest.mark.parametrize("recipe", [RTN, SR], ids=["rtn", "sr"])
+@pytest.mark.parametrize("first", ["nothing", "sanity", "validate"])
+def test_evaluation_before_training_changes_nothing(recipe, first):
+    """T10: the gradients after a sanity check or a validate() are those without."""
+    expected = Regressor()
+    trainer(plugin(recipe)).fit(expected)
+    model = Regressor()
+    runner = trainer(plugin(recipe), num_sanity_val_steps=2 if first == "sanity" else 0)
+    if first == "validate":
+        runner.validate(model, verbose=False)
+    runner.fit(model)
+    assert model.losses == expected.losses
+    assert_same_weights(model, expected)
+
+
+def test_second_fit_goes_on():
+    """The same Trainer twice, then another Trainer with its own plugin: still converted once, still training."""
+    model = Regressor()
+    runner = trainer(plugin())
+    runner.fit(model)
+    layer = model.net[0]
+    state = layer.fp4_rng_state
+    runner.fit_loop.max_epochs = 2
+    runner.fit(model)
+    trainer(plugin()).fit(model)
+    assert model.net[0] is layer
+    assert type(layer) is FP4Linear
+    assert layer.fp4_rng_state is state
+    assert model.losses[-1] < model.losses[4] < model.losses[0]
+
+
+def test_fit_then_a_trainer_without_fp4():
+    """The layers stay FP4, as with Lightning's other converting plugins; `revert_from_fp4` takes it back."""
+    model = Regressor()
+    trainer(plugin()).fit(model)
+    trainer(precision="32-true").fit(model)
+    assert len(layers_of(model)) == 2
+    plain = Regressor()
+    plain.load_state_dict(revert_from_fp4(model).state_dict())
+    model.losses.clear()
+    for each in (model, plain):
+        trainer(precision="32-true").fit(each)
+    assert type(model.net[0]) is nn.Linear
+    assert model.losses == plain.losses
+
+
+def test_already_converted_model_keeps_its_recipe(caplog):
+    """Conversion in `__init__` or `configure_model`, before FSDP2 shards, is a supported way."""
+    model = Regressor()
+    convert_to_fp4(model.net[0], "mxfp4")
+    caplog.set_level(logging.INFO)
+    fp4 = plugin("nvfp4")
+    trainer(fp4).fit(model)
+    recipes = {layer["name"]: layer["recipe"] for layer in fp4.report()["converted"]}
+    assert recipes == {"net.0": "mxfp4", "net.2": "nvfp4"}
+    assert any("1 layers were FP4 already and keep their recipe" in message for message in messages(caplog))
+
+
+def test_layers_made_in_configure_model_are_converted():
+    class Late(Regressor):
+        def __init__(self):
+            super().__init__()
+            self.net = None
+
+        def configure_model(self):
+            if self.net is None:
+                torch.manual_seed(0)
+                self.dtype_inside = torch.get_default_dtype()
+                self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    model = Late()
+    trainer(plugin(precision="bf16-true")).fit(model)
+    assert len(layers_of(model)) == 2
+    assert model.dtype_inside is torch.bfloat16
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_compiled_inner_module():
+    """Names are clean: `_orig_mod.` is in the way of neither `ignore_modules` nor the state's keys."""
+    model = Regressor()
+    model.net = torch.compile(model.net, backend="eager")
+    fp4 = plugin(SR, ignore_modules=["net.2"])
+    runner = trainer(fp4)
+    runner.fit(model)
+    assert [layer["name"] for layer in fp4.report()["converted"]] == ["net.0"]
+    checkpoint = runner._checkpoint_connector.dump_checkpoint()
+    assert list(checkpoint["lightning_fp4"]["steps"]) == ["net.0"]
+    eager = Regressor()
+    trainer(plugin(SR, ignore_modules=["net.2"])).fit(eager)
+    assert model.losses == eager.losses
+
+
+def test_complex_buffers_survive_true_precisions():
+    """`module.to(dtype)` would drop the imaginary part of rotary frequencies."""
+    model = Regressor()
+    frequencies = torch.polar(torch.ones(4), torch.arange(4.0))
+    model.register_buffer("frequencies", frequencies.clone())
+    for precision in ("32-true", "bf16-true"):
+        trainer(plugin(precision=precision), max_steps=1).fit(model)
+        assert torch.equal(model.frequencies, frequencies)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Contexts and input
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
+@pytest.mark.parametrize("stage", ["training", "validation", "test", "predict"])
+def test_default_dtype_and_recipes_are_restored_after_an_exception(precision, stage):
+    class Failing(Regressor):
+        def fail(self, *_):
+            assert torch.get_default_dtype() is (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+            assert torch.is_autocast_enabled("cpu") is (precision == "bf16-mixed")
+            raise ZeroDivisionError
+
+    model = Failing()
+    setattr(model, f"{stage}_step", model.fail)
+    run = {"training": "fit", "validation": "validate"}.get(stage, stage)
+    with pytest.raises(ZeroDivisionError):
+        getattr(trainer(plugin(precision=precision, eval_precision="base")), run)(model)
+    assert torch.get_default_dtype() is torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+    assert {layer.fp4_recipe for layer in layers_of(model).values()} == {RTN}
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
+def test_convert_input(precision):
+    batch = {
+        "tokens": torch.arange(3),
+        "mask": torch.tensor([True]),
+        "x": torch.ones(2, dtype=torch.float32),
+        "y": torch.ones(2, dtype=torch.float64),
+        "text": "a",
+        "nothing": None,
+    }
+    converted = plugin(precision=precision).convert_input(batch)
+    for name in ("tokens", "mask", "text", "nothing"):
+        assert converted[name] is batch[name]
+    cast = precision == "bf16-true"
+    assert converted["x"].dtype is (torch.bfloat16 if cast else torch.float32)
+    assert converted["y"].dtype is (torch.bfloat16 if cast else torch.float64)
+
+
+def test_contexts_can_be_entered_again():
+    fp4 = plugin(precision="bf16-true")
+    for _ in range(2):
+        with fp4.forward_context(), fp4.train_step_context(), fp4.val_step_context(), fp4.module_init_context():
+            assert torch.get_default_dtype() is torch.bfloat16
+    assert torch.get_default_dtype() is torch.float32
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Evaluation in the base precision, and other recipes in the middle of a run
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_eval_precision_base():
+    """Evaluation computes what the plain model computes, training still what FP4 computes."""
+    fp4, model = plugin(eval_precision="base"), Regressor()
+    runner = trainer(fp4, max_epochs=2)
+    runner.fit(model)
+    in_fp4 = Regressor()
+    trainer(plugin(), max_epochs=2).fit(in_fp4)
+    assert model.losses == in_fp4.losses
+
+    result = runner.validate(model, verbose=False)[0]["val_loss"]
+    tested = runner.test(model, verbose=False)[0]["test_loss"]
+    predicted = torch.cat(runner.predict(model))
+    plain = revert_from_fp4(copy.deepcopy(model))
+    assert trainer().validate(plain, verbose=False)[0]["val_loss"] == result == tested
+    assert torch.equal(torch.cat(trainer().predict(plain)), predicted)
+    assert not torch.equal(torch.cat(trainer(plugin()).predict(model)), predicted)
+
+
+def test_report_tells_what_training_ran_though_evaluation_ran_in_base():
+    fp4 = plugin(eval_precision="base")
+    trainer(fp4).fit(Regressor())  # its last batch is one of validation
+    for layer in fp4.report()["converted"]:
+        assert layer["gemm_paths"] == {"fprop": "fp32", "dgrad": "fp32", "wgrad": "fp32"} or layer["name"] == "net.0"
+        assert layer["gemm_paths"]["fprop"] == "fp32"
+
+
+class Switch(pl.Callback):
+    """Sets recipes before the steps that it is told."""
+
+    def __init__(self, recipes):
+        self.recipes = recipes
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx in self.recipes:
+            set_recipe(pl_module, self.recipes[batch_idx])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_recipe_switched_mid_run(precision):
+    """T25: to high precision for two steps and back; from the switch on, losses are those of such a run from there."""
+    high = get_recipe("high_precision")
+    forward_only = dataclasses.replace(RTN, name="forward_only", dgrad=None, wgrad=None)
+    model = Regressor(samples=64)  # eight steps
+
+    captured = {}
+
+    class Capture(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            captured[batch_idx] = (weights(pl_module), copy.deepcopy(trainer.optimizers[0].state_dict()))
+
+    schedule = {2: high, 4: RTN, 6: forward_only}
+    trainer(plugin(precision=precision), callbacks=[Switch(schedule), Capture()]).fit(model)
+    batches = list(model.loader())
+    for start, recipe in {0: RTN, **schedule}.items():
+        branch = Regressor(samples=64)
+        state, optimizer_state = captured[start]
+        branch.load_state_dict(state)
+        branch.train_dataloader = lambda start=start: batches[start : start + 2]
+
+        class Continue(pl.Callback):
+            def __init__(self, state):
+                self.state = state
+
+            def on_train_start(self, trainer, pl_module):
+                trainer.optimizers[0].load_state_dict(self.state)
+
+        trainer(plugin(recipe, precision=precision), callbacks=[Continue(optimizer_state)]).fit(branch)
+        assert model.losses[start : start + 2] == branch.losses
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizers, accumulation and clipping
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Gradients(pl.Callback):
+    """Keeps the gradients before and after clipping, of every optimizer step."""
+
+    def __init__(self):
+        self.raw, self.clipped = [], []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.raw.append([p.grad.clone() for p in pl_module.parameters()])
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        if pl_module.net[0].weight.grad is not None:
+            self.clipped.append([p.grad.clone() for p in pl_module.parameters()])
+
+
+@pytest.mark.parametrize("optimizer", [adamw, partial(adamw, fused=True)], ids=["adamw", "fused"])
+@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.05), ("value", 0.003)])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_gradient_clipping(optimizer, algorithm, limit, precision):
+    """T29: what PyTorch makes of the same gradients; with fused optimizers too, which Lightning's AMP plugin refuses."""
+    seen = Gradients()
+    trainer(
+        plugin(precision=precision),
+        gradient_clip_val=limit,
+        gradient_clip_algorithm=algorithm,
+        callbacks=[seen],
+    ).fit(Regressor(optimizer))
+    assert len(seen.raw) == 4
+    assert len(seen.clipped) == 3
+    for raw, clipped in zip(seen.raw, seen.clipped, strict=False):
+        parameters = [nn.Parameter(torch.zeros_like(g)) for g in raw]
+        for parameter, gradient in zip(parameters, raw, strict=True):
+            parameter.grad = gradient.clone()
+        if algorithm == "norm":
+            assert nn.utils.clip_grad_norm_(parameters, limit) > limit
+        else:
+            nn.utils.clip_grad_value_(parameters, limit)
+        for parameter, gradient in zip(parameters, clipped, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+
+
+class Manual(Regressor):
+    """Manual optimisation with clipping."""
+
+    def __init__(self, clip=None):
+        super().__init__()
+        self.automatic_optimization = False
+        self.clip = clip
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.step(batch)
+        self.manual_backward(loss)
+        if self.clip:
+            self.clip_gradients(optimizer, gradient_clip_val=self.clip[1], gradient_clip_algorithm=self.clip[0])
+        optimizer.step()
+        self.losses.append(loss.item())
+
+
+@pytest.mark.parametrize("clip", [None, ("norm", 0.05), ("value", 0.003)])
+def test_manual_optimization_equals_automatic(clip):
+    automatic, manual = Regressor(), Manual(clip)
+    options = {} if clip is None else {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]}
+    trainer(plugin(), **options).fit(automatic)
+    trainer(plugin()).fit(manual)
+    assert manual.losses == automatic.losses
+    assert_same_weights(manual, automatic)
+
+
+def test_manual_optimization_of_lightnings_own_model():
+    model = ManualOptimBoringModel()
+    before = weights(model)
+    trainer(plugin(), limit_train_batches=3, limit_val_batches=1).fit(model)
+    assert not torch.equal(before["layer.weight"], model.layer.weight)
+
+
+def test_accumulation_equals_one_large_batch():
+    """T22: four batches of two are one of eight, up to the blocks over tokens being others; the last window is short."""
+    large, small = Regressor(sgd, samples=24, batch_size=8), Regressor(sgd, samples=22, batch_size=2)
+    seen_large, seen_small = Gradients(), Gradients()
+    trainer(plugin(), callbacks=[seen_large]).fit(large)
+    trainer(plugin(), accumulate_grad_batches=4, callbacks=[seen_small]).fit(small)
+    assert len(seen_large.raw) == len(seen_small.raw) == 3  # windows of 4, 4 and 3 batches
+    for a, b in zip(seen_small.raw[0], seen_large.raw[0], strict=True):
+        assert relative_error(a, b) < 0.25
+    plain = Regressor(sgd, samples=22, batch_size=2)
+    seen_plain = Gradients()
+    trainer(accumulate_grad_batches=4, callbacks=[seen_plain]).fit(plain)
+    for a, b in zip(seen_small.raw[2], seen_plain.raw[2], strict=True):
+        assert relative_error(a, b) < 0.25
+
+
+def test_stochastic_rounding_advances_once_per_backward():
+    """With accumulation too, so no two micro-batches share random bits."""
+    model = Regressor()
+    trainer(plugin(SR), accumulate_grad_batches=2).fit(model)
+    assert [int(layer.fp4_rng_state[1]) for layer in layers_of(model).values()] == [4, 4]
+
+
+def test_global_random_state_is_untouched():
+    def after(*plugins):
+        model = Regressor()
+        torch.manual_seed(3)
+        trainer(*plugins).fit(model)
+        return torch.get_rng_state()
+
+    assert torch.equal(after(plugin(SR)), after())
+
+
+@pytest.mark.parametrize("recipe", [RTN, SR], ids=["rtn", "sr"])
+def test_runs_repeat_to_the_bit(recipe):
+    first, second, other = Regressor(), Regressor(), Regressor()
+    trainer(plugin(recipe, seed=1)).fit(first)
+    trainer(plugin(recipe, seed=1)).fit(second)
+    trainer(plugin(recipe, seed=2)).fit(other)
+    assert first.losses == second.losses
+    assert (first.losses == other.losses) is (recipe is RTN)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What it says
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_one_line_in_the_log(caplog):
+    """T28: how many layers, which not and why, and that FP4 is emulated here; once, not again at the next entry."""
+    caplog.set_level(logging.INFO)
+    fp4, model = FP4Precision(), LanguageModel(blocks=3)
+    runner = trainer(fp4, max_steps=1, limit_val_batches=0)
+    runner.fit(model)
+    runner.fit(model)
+    lines = [message for message in messages(caplog) if "FP4" in message]
+    assert len(lines) == 1
+    (line,) = lines
+    assert line.startswith("FP4Precision('nvfp4', precision='bf16-mixed'): converted 18 Linear layers to FP4 (")
+    assert "kept 1 in high precision: model.lm_head (weight tied to model.embed_tokens)" in line
+    assert "model.layers (3 x Block)" in line
+    assert "FP4 is emulated on cpu" in line
+
+
+def test_report_before_during_and_after():
+    fp4, model = FP4Precision(RTN, precision="32-true", ignore_modules=["net.2"]), Regressor()
+    with pytest.raises(RuntimeError, match="has not converted a model yet"):
+        fp4.report()
+
+    class Before(pl.Callback):
+        def on_fit_start(self, trainer, pl_module):
+            self.report = trainer.precision_plugin.report()
+
+    callback = Before()
+    runner = trainer(fp4, callbacks=[callback])
+    runner.fit(model)
+    assert callback.report["converted"] == [
+        {"name": "net.0", "shape": (WIDTH, WIDTH), "recipe": "nvfp4", "gemm_paths": {}, "ran": False}
+    ]
+    after = fp4.report()
+    assert after["converted"][0]["ran"]
+    # The input of the first layer needs no gradient, so its dgrad never ran.
+    assert after["converted"][0]["gemm_paths"] == {"fprop": "fp32", "wgrad": "fp32"}
+    assert after["gemm_paths"] == {"fprop:fp32": 1, "wgrad:fp32": 1}
+    assert after["kept"] == [{"name": "net.2", "shape": (WIDTH, WIDTH), "reason": "ignore_modules"}]
+    assert after["flops_share"] == pytest.approx(0.5)
+    assert after["recipe"] == "nvfp4"
+
+
+class Bypassing(Regressor):
+    """Reads a layer's weight in place of calling it."""
+
+    def step(self, batch):
+        hidden = nn.functional.linear(batch, self.net[0].weight, self.net[0].bias)
+        return nn.functional.mse_loss(self.net[2](self.net[1](hidden)), batch)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_idle_layers_are_named(fast):
+    """T17: once, after the first step."""
+    with pytest.warns(UserWarning, match=r"1 converted layers were not called .*\(net\.0\)") as caught:
+        trainer(plugin(), fast_dev_run=fast).fit(Bypassing())
+    assert sum("were not called" in str(w.message) for w in caught) == 1
+
+
+def test_no_false_alarm_of_idle_layers_with_two_optimizers():
+    """The second optimizer's layers run after the first optimizer has stepped."""
+
+    class Two(Regressor):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self):
+            return sgd(self.net[0].parameters()), sgd(self.net[2].parameters())
+
+        def training_step(self, batch, batch_idx):
+            for layer, optimizer in zip((self.net[0], self.net[2]), self.optimizers(), strict=True):
+                self.manual_backward(layer(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*were not called.*")
+        trainer(plugin(), limit_val_batches=0).fit(Two())
+
+
+def test_transformer_encoder_fast_path_is_named():
+    """T17: in eval mode it reads `linear1.weight` directly, so evaluation would not be in FP4."""
+
+    class Encoder(Regressor):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.TransformerEncoderLayer(WIDTH, 2, 64, batch_first=True, dropout=0.0)
+
+        def step(self, batch):
+            return self.net(batch[None]).square().mean()
+
+    fp4 = plugin()
+    with pytest.warns(UserWarning, match="fast path in eval mode") as caught:
+        trainer(fp4).fit(Encoder())
+    assert not any("were not called" in str(w.message) for w in caught)
+    assert {layer["name"] for layer in fp4.report()["converted"]} == {"net.linear1", "net.linear2"}
+    kept = {layer["name"]: layer["reason"] for layer in fp4.report()["kept"]}
+    assert kept == {"net.self_attn.out_proj": "nn.MultiheadAttention reads its weight without calling it"}
+
+
+def test_bfloat16_master_weights_are_warned_of():
+    """T27: under bf16-mixed, where they are an accident; not under bf16-true, and not for frozen ones (LoRA)."""
+    with pytest.warns(UserWarning, match="bfloat16 parameters, which lose small updates"):
+        trainer(plugin(precision="bf16-mixed"), max_steps=1).fit(Regressor().bfloat16())
+
+    frozen = Regressor()
+    frozen.net[0].bfloat16().requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*bfloat16 parameters.*")
+        trainer(plugin(precision="bf16-true"), max_steps=1).fit(Regressor().bfloat16())
+        trainer(plugin(precision="bf16-mixed"), max_steps=1).fit(frozen)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Beside other parts of Lightning
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True}, {"detect_anomaly": True}], ids=str)
+def test_trainer_modes(options):
+    model = Regressor()
+    kwargs = {"accelerator": "cpu", "max_epochs": 1, "plugins": [plugin(SR)], **options}
+    if "barebones" not in options:
+        kwargs.update(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    pl.Trainer(**kwargs).fit(model)
+    assert len(layers_of(model)) == 2
+    assert len(model.losses) == (1 if "fast_dev_run" in options else 4)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_model_summary_and_throughput_monitor(precision, tmp_path):
+    class Measured(Regressor):
+        example_input_array = torch.ones(2, WIDTH)
+
+        def forward(self, x):
+            return self.net(x)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*not supported by the model summary.*")
+        runner = trainer(
+            plugin(precision=precision),
+            logger=CSVLogger(tmp_path),
+            log_every_n_steps=2,
+            enable_model_summary=True,
+            callbacks=[ModelSummary(max_depth=3), ThroughputMonitor(batch_size_fn=len, window_size=2)],
+        )
+        runner.fit(Measured(samples=64))
+    assert runner.precision == precision
+    logged = {k: v for k, v in runner.logged_metrics.items() if k.startswith("train|device/")}
+    assert logged["train|device/samples_per_sec"] > 0
+
+
+def test_averaging_with_buffers_in_later_modules():
+    """EMA pairs parameters and buffers by position, before conversion: no layer may add one."""
+
+    class Normalised(Regressor):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(self.net, nn.BatchNorm1d(WIDTH))
+
+    average = EMAWeightAveraging(decay=0.5)
+    model = Normalised()
+    runner = trainer(plugin(), callbacks=[average])
+    runner.fit(model)
+    plain = Normalised()
+    trainer(plugin("high_precision"), callbacks=[EMAWeightAveraging(decay=0.5)]).fit(plain)
+    for name, value in plain.state_dict().items():
+        assert model.state_dict()[name].shape == value.shape
+        assert relative_error(model.state_dict()[name], value) < 0.3, name
+    assert int(model.net[1].num_batches_tracked) == int(plain.net[1].num_batches_tracked) == 4
+
+
+def test_lora_freezing_and_unfreezing_mid_run():
+    class Unfreeze(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            pl_module.net[0].requires_grad_(batch_idx >= 2)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            weight_now = pl_module.net[0].weight.detach()
+            seen.append(torch.equal(weight_now, initial))
+
+    seen = []
+    model = Regressor(sgd)
+    initial = model.net[0].weight.detach().clone()
+    trainer(plugin(SR), callbacks=[Unfreeze()]).fit(model)
+    assert seen == [True, True, False, False]
+
+
+def test_plugin_has_no_truth_value_and_no_length():
+    """Lightning asks `isinstance(plugins, Iterable)` and `if self.precision_plugin:`."""
+    for attribute in ("__iter__", "__len__", "__bool__"):
+        assert not hasattr(FP4Precision, attribute)
+    assert trainer(plugins=plugin()).precision_plugin.recipe is RTN
+
+
+def test_docstring_lists_every_argument():
+    """LightningCLI shows it as help."""
+    documented = inspect.getdoc(FP4Precision)
+    for name in list(inspect.signature(FP4Precision).parameters):
+        assert f"    {name}: " in documented
