@@ -22,11 +22,14 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
         fabric.save(path, state)
     """
 
+    def __repr__(self) -> str:
+        # Shown by a Trainer that was given this class in place of `lightning_fp4.FP4Precision`.
+        return f"lightning_fp4.fabric.{super().__repr__()}"
+
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert ``module`` in place; called by ``fabric.setup`` and ``fabric.setup_module``."""
-        FSDPPrecision.convert_module(self, module)
-        self._convert(module, None)
+        self._convert(module)
         return module
 
     @override

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -61,26 +62,34 @@ class FP4Plugin:
             "last_blocks": last_blocks,
             "lora_adapters": lora_adapters,
         }
-        self._report: ConversionReport | None = None
+        self._device: torch.device | None = None
+        self._converted: list[tuple[nn.Module, ConversionReport]] = []
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.recipe.name!r}, precision={self.precision!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # The report holds the layers; a copy or a spawned process converts its own model.
-        return {**self.__dict__, "_report": None}
+        # The reports hold the layers; a copy or a spawned process converts its own model.
+        return {**self.__dict__, "_converted": []}
 
     # ------------------------------------------------------------------------------------------------------------------
     # Conversion
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _convert(self, module: nn.Module, device: torch.device | None) -> None:
-        """Convert ``module`` in place and say so; ``device`` is where it will run, if that is known."""
+    def _convert(self, module: nn.Module, device: torch.device | None = None) -> None:
+        """Cast and convert ``module`` in place and say so; ``device`` is where it will run, if that is known."""
+        position = next((i for i, (m, _) in enumerate(self._converted) if m is module), len(self._converted))
+        known = position < len(self._converted)
+        self._device = device
+        self._cast(module)
         already = sum(isinstance(m, FP4Layer) for m in module.modules())
         report = plan_conversion(module, self.recipe, **self.choice)
+        if position:  # names, and so random streams and keys of the state, differ between the models of one Fabric
+            choices = (dataclasses.replace(choice, name=f"{position}.{choice.name}") for choice in report.choices)
+            report = dataclasses.replace(report, choices=tuple(choices))
         apply_plan(report, self.recipe, self.seed)
-        first_time, self._report = self._report is None, report
-        if not first_time and len(report.converted) == already:
+        self._converted[position:] = [(module, report), *self._converted[position + 1 :]]
+        if known and len(report.converted) == already:
             return
         if already:
             rank_zero_info(f"{self!r}: {already} layers were FP4 already and keep their recipe.")
@@ -88,11 +97,27 @@ class FP4Plugin:
         rank_zero_info(f"{self!r}: {report.summary()}{where}")
         for message in report.warnings:
             rank_zero_warn(message)
-        if self.precision == "bf16-mixed" and any(p.dtype is torch.bfloat16 for p in module.parameters()):
+        if self.precision == "bf16-mixed" and any(
+            p.requires_grad and p.dtype is torch.bfloat16 for p in module.parameters()
+        ):
             rank_zero_warn(
-                f"{self!r}: the model has bfloat16 parameters, which lose small updates. Load the model in float32; "
-                "precision='bf16-mixed' computes in bfloat16 anyway."
+                f"{self!r}: the model has trainable bfloat16 parameters, which lose small updates. Load the model in "
+                "float32; precision='bf16-mixed' computes in bfloat16 anyway."
             )
+
+    def _cast(self, module: nn.Module) -> None:
+        """To the dtype of a ``"*-true"`` precision, without the harm that ``module.to(dtype)`` does to complex buffers."""
+        buffers = [
+            (owner, name, buffer)
+            for owner in module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if buffer.is_complex()
+        ]
+        for owner, name, _ in buffers:
+            setattr(owner, name, None)
+        super().convert_module(module)  # type: ignore[misc]
+        for owner, name, buffer in buffers:
+            setattr(owner, name, buffer)
 
     def report(self) -> dict[str, Any]:
         """What runs in FP4 as plain data.
@@ -105,15 +130,21 @@ class FP4Plugin:
         Raises:
             RuntimeError: before a model was converted.
         """
-        if self._report is None:
+        if not self._converted:
             raise RuntimeError(
                 f"{self!r} has not converted a model yet: `report()` works once fitting or setup has begun."
             )
-        return self._report.as_dict()
+        reports = [report for _, report in self._converted]
+        return ConversionReport(
+            recipe=self.recipe.name,
+            choices=tuple(choice for report in reports for choice in report.choices),
+            stacks=tuple(stack for report in reports for stack in report.stacks),
+            warnings=tuple(warning for report in reports for warning in report.warnings),
+        ).as_dict()
 
     def _fp4_layers(self) -> dict[str, FP4Layer]:
         """The converted layers by name; empty before conversion."""
-        converted = [] if self._report is None else self._report.converted
+        converted = [choice for _, report in self._converted for choice in report.converted]
         return {choice.name: choice.module for choice in converted if isinstance(choice.module, FP4Layer)}
 
     def _warn_of_idle_layers(self) -> None:
@@ -162,16 +193,24 @@ class FP4Plugin:
     # Precision hooks
     # ------------------------------------------------------------------------------------------------------------------
 
-    def forward_context(self) -> AbstractContextManager:
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
         """Autocast on the model's device for mixed precision, else the default dtype."""
-        if self.precision != "bf16-mixed":
-            return super().forward_context()  # type: ignore[misc]
-        return torch.autocast(self._device_type(), dtype=torch.bfloat16)
+        with contextlib.ExitStack() as contexts:
+            if self.precision == "bf16-mixed":
+                for device_type in self._device_types():
+                    # Without a cache, like Lightning's own plugin: it may hold copies made under no_grad.
+                    contexts.enter_context(torch.autocast(device_type, dtype=torch.bfloat16, cache_enabled=False))
+            else:
+                contexts.enter_context(super().forward_context())  # type: ignore[misc]
+            yield
 
-    def _device_type(self) -> str:
-        for layer in self._fp4_layers().values():
-            return next(layer.parameters()).device.type
-        return "cuda" if torch.cuda.is_available() else "cpu"
+    def _device_types(self) -> set[str]:
+        """Where the model computes; if nobody said so, where its weights are and, as they may be offloaded, the GPU."""
+        if self._device is not None:
+            return {self._device.type}
+        found = {p.device.type for module, _ in self._converted for p in module.parameters()} - {"meta"}
+        return found | ({"cuda"} if torch.cuda.is_available() else set()) or {"cpu"}
 
     def convert_input(self, data: Any) -> Any:
         """Casts floating-point tensors for ``bf16-true`` only."""

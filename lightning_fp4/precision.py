@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fp4.convert import Layers, use_recipe
+from lightning_fp4.convert import Layers
 from lightning_fp4.plugin import BasePrecision, FP4Plugin
-from lightning_fp4.recipes import Recipe
+from lightning_fp4.recipes import Recipe, get_recipe
 
 CHECKPOINT_KEY = "lightning_fp4"
 
@@ -82,12 +82,11 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
         if eval_precision not in ("fp4", "base"):
             raise ValueError(f"`FP4Precision(eval_precision={eval_precision!r})` must be 'fp4' or 'base'.")
         self.eval_precision = eval_precision
-        self._module: nn.Module | None = None
         self._root: nn.Module | None = None
-        self._has_stepped = False
+        self._stepped = self._looked_for_idle_layers = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_module": None, "_root": None}
+        return {**super().__getstate__(), "_root": None}
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -103,9 +102,10 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
                 "`FP4Precision` does not support `DeepSpeedStrategy`, whose engine runs backward and step itself. Use "
                 "`ModelParallelStrategy` (FSDP2), `FSDPStrategy` or `DDPStrategy`."
             )
-        FSDPPrecision.convert_module(self, module)
+        if not any(module is known for known, _ in self._converted):
+            self._converted.clear()
+            self._stepped = self._looked_for_idle_layers = False
         self._convert(module, trainer.strategy.root_device)
-        self._module = module
         return module
 
     @override
@@ -118,28 +118,47 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
 
     @override
     def teardown(self) -> None:
-        """Let go of the model; the report and the state stay, since checkpoints may be saved later."""
-        self._root = self._module = None
+        """Let go of the wrapped root; report and state stay, since checkpoints may be saved later."""
+        self._root = None
+        self._look_for_idle_layers()
         super().teardown()
+
+    @override
+    @contextlib.contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        """The context of a training step; the first one after an optimizer step looks for layers never called."""
+        self._look_for_idle_layers()
+        with super().train_step_context():
+            yield
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """The base precision's step; after the very first one, warn of layers that were never called."""
+        """The base precision's step."""
         result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        if not self._has_stepped:
-            self._has_stepped = True
-            self._warn_of_idle_layers()
+        self._stepped = True
         return result
+
+    def _look_for_idle_layers(self) -> None:
+        # Not within `optimizer_step`: with several optimizers, some layers run after the first of them has stepped.
+        if self._stepped and not self._looked_for_idle_layers:
+            self._looked_for_idle_layers = True
+            self._warn_of_idle_layers()
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over all parameters, across the shards of FSDP too."""
         if isinstance(self._root, FullyShardedDataParallel):
             self._root.clip_grad_norm_(clip_val)
-        else:
-            Precision.clip_grad_by_norm(self, optimizer, clip_val)
+            return
+        if self._root is not None and any(isinstance(m, FullyShardedDataParallel) for m in self._root.modules()):
+            raise MisconfigurationException(
+                "`gradient_clip_algorithm='norm'` needs the whole model in one `FullyShardedDataParallel`, but only "
+                "submodules are wrapped, so each process sees another norm. Let `FSDPStrategy` wrap the model, or use "
+                "`gradient_clip_algorithm='value'`."
+            )
+        Precision.clip_grad_by_norm(self, optimizer, clip_val)
 
     @override
     @contextlib.contextmanager
@@ -162,10 +181,22 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
         with self._evaluation_recipe(), super().predict_step_context():
             yield
 
-    def _evaluation_recipe(self) -> contextlib.AbstractContextManager:
-        if self.eval_precision == "fp4" or self._module is None:
-            return contextlib.nullcontext()
-        return use_recipe(self._module, "high_precision")
+    @contextlib.contextmanager
+    def _evaluation_recipe(self) -> Generator[None, None, None]:
+        if self.eval_precision == "fp4":
+            yield
+            return
+        layers = self._fp4_layers().values()
+        before = [(layer.fp4_recipe, layer.fp4_gemm_paths) for layer in layers]
+        base = get_recipe("high_precision")
+        for layer in layers:
+            layer.fp4_recipe, layer.fp4_gemm_paths = base, {}
+        try:
+            yield
+        finally:
+            for layer, (recipe, paths) in zip(layers, before, strict=True):
+                # The report goes on to tell what training ran, if it did.
+                layer.fp4_recipe, layer.fp4_gemm_paths = recipe, paths or layer.fp4_gemm_paths
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
