@@ -51,7 +51,8 @@ def fp4_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recip
     """
     device_type = input.device.type
     dtype = input.dtype
-    if torch.is_autocast_enabled(device_type) and dtype in _DTYPES:
+    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    if autocast and dtype in _DTYPES:
         dtype = torch.get_autocast_dtype(device_type)
     elif dtype != weight.dtype:
         raise TypeError(
@@ -120,6 +121,7 @@ class _FP4Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input_columns, weight_columns = _load(ctx)
+        grad_output = grad_output.contiguous()  # so that strides do not decide the order of any sum
         dgrad_output = Operand.lhs(ctx.recipe.dgrad, _DGRAD_OUTPUT)
         wgrad_output = Operand.lhs(ctx.recipe.wgrad, _WGRAD_OUTPUT)
         seed = ops.draw_seed(ctx.rng_state) if dgrad_output.stochastic or wgrad_output.stochastic else None
@@ -209,7 +211,10 @@ class FP4Layer(nn.Module):
 
 
 class FP4Linear(FP4Layer, nn.Linear):
-    """An ``nn.Linear`` that computes in four bits."""
+    """An ``nn.Linear`` that computes in four bits. ``convert_to_fp4`` makes it from an ``nn.Linear``, in place."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("FP4Linear is not constructed: use `convert_to_fp4(nn.Linear(...), recipe)`.")
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` is ``[..., in_features]``; see :func:`fp4_linear`."""

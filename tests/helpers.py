@@ -28,7 +28,7 @@ def _small() -> dict:
 
 @functools.cache
 def golden_cases(name: str) -> dict[str, dict]:
-    """The cases of one file of expected bits by id, from the copy in this folder and from the full set if it is there."""
+    """The cases of one file of expected bits by id: from the copy in this folder, and the full set if it is there."""
     sources = {"small": _small()[name]}
     if (FULL_GOLDENS / f"{name}.pt").exists():
         sources["full"] = torch.load(FULL_GOLDENS / f"{name}.pt")

@@ -1,5 +1,6 @@
 """Rounding to E2M1, E4M3 and E8M0, against oracles that search all values."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -32,7 +33,7 @@ def nearest_even(value: float, grid) -> int:
 
 
 def midpoints(grid) -> list[float]:
-    return [(a + b) / 2 for a, b in zip(grid, grid[1:], strict=False)]
+    return [(a + b) / 2 for a, b in itertools.pairwise(grid)]
 
 
 def test_e2m1_nearest_on_every_value_tie_and_neighbour(device):

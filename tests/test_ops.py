@@ -1,0 +1,174 @@
+"""The operators: registered properly, equal to the reference, untouched by autocast."""
+
+import pytest
+import torch
+
+from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, Quantizer, ops, reference
+from tests.helpers import golden_cases, relative_error, same_bits, unpack
+
+SEED = (12345, 7)
+QUANTIZERS = [
+    Quantizer(),
+    Quantizer(format=NVFP4_2D),
+    Quantizer(format=NVFP4_ROW, scale_rule="four_over_six"),
+    Quantizer(format=MXFP4, scale_rule="unbiased", rounding="stochastic"),
+    Quantizer(format=NVFP4, scale_rule="unbiased", rounding="stochastic"),
+]
+
+
+def _seed(device="cpu"):
+    return torch.tensor(SEED, device=device)
+
+
+def _call(x, quantizer, hadamard=0, transposed=False, stream=0):
+    seed = _seed(x.device) if quantizer.rounding.value == "stochastic" else None
+    names = (quantizer.format.name, quantizer.rounding.value, quantizer.scale_rule.value)
+    return (x, *names, hadamard, transposed, seed, stream)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("hadamard", [0, 16])
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+@pytest.mark.parametrize("shape", [(17, 40), (0, 16)])
+def test_opcheck_quantize(shape, quantizer, hadamard, transposed, device):
+    x = torch.randn(shape, device=device)
+    torch.library.opcheck(torch.ops.lightning_fp4.quantize.default, _call(x, quantizer, hadamard, transposed))
+
+
+def test_opcheck_the_others(device):
+    x = ops.quantize(torch.randn(17, 40, device=device), Quantizer(format=NVFP4_2D))
+    operators = torch.ops.lightning_fp4
+    # The schema check multiplies its inputs, which float8 cannot.
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    arguments = (x.codes, x.scales, "nvfp4_2d", 17, 40)
+    torch.library.opcheck(operators.transpose.default, arguments, test_utils=checks)
+    for dtype in (torch.float32, torch.bfloat16):
+        arguments = (x.codes, x.scales, x.amax, "nvfp4_2d", x.encoded_max, 17, 40, dtype)
+        torch.library.opcheck(operators.dequantize.default, arguments, test_utils=checks)
+        side = (x.codes, x.scales, x.amax, "nvfp4_2d", x.encoded_max)
+        for bias in (None, torch.randn(17, device=device)):
+            arguments = (*side, *side, bias, 17, 17, 40, dtype)
+            torch.library.opcheck(operators.gemm.default, arguments, test_utils=checks)
+    torch.library.opcheck(operators.draw_seed.default, (_seed(device),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+def test_quantize_is_the_reference(quantizer, dtype, device):
+    x = torch.randn(33, 48, device=device).to(dtype)
+    for transposed in (False, True):
+        for hadamard in (None, 16):
+            seed = _seed(device)
+            actual = ops.quantize(x, quantizer, hadamard=hadamard, transposed=transposed, seed=seed, stream=3)
+            matrix = x.T if transposed else x
+            matrix = reference.rotate(matrix, hadamard) if hadamard else matrix
+            columns = actual.codes.shape[1] * 2
+            bits = reference.random_bytes(matrix.shape[0], columns, seed, 3)
+            expected = reference.quantize(matrix, quantizer, random_bits=bits)
+            assert torch.equal(actual.codes, expected.codes)
+            assert torch.equal(actual.scales.view(torch.uint8), expected.scales.view(torch.uint8))
+            assert (actual.amax is None) is (expected.amax is None)
+            assert actual.amax is None or torch.equal(actual.amax, expected.amax)
+            assert actual.shape == ((48, 33) if transposed else (33, 48))
+            assert actual.encoded_max == expected.encoded_max
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+def test_cuda_and_cpu_have_the_same_bits(quantizer, device):
+    if device.type == "cpu":
+        cases = golden_cases("1d")
+        assert cases
+        return
+    for case in golden_cases("1d").values():
+        for hadamard in (None, 16):
+            host, card = (
+                ops.quantize(case["x"].to(d), quantizer, hadamard=hadamard, seed=_seed(d)) for d in ("cpu", device)
+            )
+            assert torch.equal(host.codes, card.codes.cpu())
+            assert torch.equal(host.scales.view(torch.uint8), card.scales.view(torch.uint8).cpu())
+            assert same_bits(ops.dequantize(host), ops.dequantize(card).cpu())
+
+
+def test_draw_seed_advances_in_place(device):
+    state = _seed(device)
+    assert ops.draw_seed(state).tolist() == [12345, 7]
+    assert state.tolist() == [12345, 8]
+    assert ops.draw_seed(state).tolist() == [12345, 8]
+
+
+def test_stochastic_rounding_needs_a_seed():
+    with pytest.raises(ValueError, match="needs a `seed`"):
+        ops.quantize(torch.randn(4, 16), QUANTIZERS[-1])
+
+
+def test_streams_differ(device):
+    x = torch.randn(16, 64, device=device)
+    codes = [ops.quantize(x, QUANTIZERS[-1], seed=_seed(device), stream=s).codes for s in (0, 1)]
+    differing = (unpack(codes[0]) != unpack(codes[1])).float().mean()
+    assert 0.1 < float(differing) < 0.6  # independent draws differ in 2p(1-p) of the values, a third on average
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(dtype, device):
+    x, w = torch.randn(32, 64, device=device), torch.randn(16, 64, device=device)
+
+    def compute():
+        a = ops.quantize(x, Quantizer(), hadamard=16)
+        b = ops.quantize(w, Quantizer(), hadamard=16)
+        return ops.gemm(a, b, None, torch.float32), ops.dequantize(a), a.codes
+
+    expected = compute()
+    with torch.autocast(device.type, dtype=dtype):
+        actual = compute()
+    for a, b in zip(actual, expected, strict=True):
+        assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gemm_rounds_once(dtype, device):
+    a = ops.quantize(torch.randn(32, 64, device=device), Quantizer())
+    b = ops.quantize(torch.randn(16, 64, device=device), Quantizer(format=NVFP4_2D))
+    bias = torch.randn(16, device=device).to(dtype)
+    assert same_bits(ops.gemm(a, b, bias, dtype), reference.gemm(a, b, bias).to(dtype))
+
+
+def test_dequantize_dtype(device):
+    quantized = ops.quantize(torch.randn(5, 40, device=device), Quantizer())
+    full = ops.dequantize(quantized)
+    assert full.shape == (5, 40)
+    assert same_bits(ops.dequantize(quantized, torch.bfloat16), full.bfloat16())
+
+
+def test_outputs_are_contiguous(device):
+    """What the fake implementations promise to the compiler."""
+    x = torch.randn(40, 33, device=device)
+    for transposed in (False, True):
+        for view in (x, x.T):
+            quantized = ops.quantize(view, Quantizer(format=NVFP4_2D), transposed=transposed)
+            assert all(t.is_contiguous() for t in (quantized.codes, quantized.scales, quantized.amax))
+            turned = ops.transpose(quantized)
+            assert all(t.is_contiguous() for t in (turned.codes, turned.scales))
+
+
+def test_meta_tensors_have_shapes():
+    quantized = ops.quantize(torch.empty(17, 40, device="meta"), Quantizer())
+    assert quantized.codes.is_meta
+    assert quantized.codes.shape == (17, 24)
+    assert ops.gemm(quantized, quantized, None, torch.bfloat16).shape == (17, 17)
+
+
+def test_paths_by_device():
+    assert ops.gemm_path(torch.device("cpu")) == "fp32"
+    assert ops.gemm_path(torch.device("cuda")) == "bf16"
+    assert ops.backend(torch.device("cpu")) == "reference"
+
+
+def test_poisoned_memory_is_never_read(poison, device):
+    results = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        x = torch.randn(17, 40, device=device)
+        quantized = ops.quantize(x, Quantizer(format=NVFP4_2D), hadamard=16, transposed=True)
+        results.append(ops.dequantize(quantized).nan_to_num(1e9))
+    assert torch.equal(*results)
+    assert relative_error(results[0], reference.rotate(x.T, 16)[:, :17]) < 0.25
