@@ -62,6 +62,9 @@ class FP4Plugin:
             "last_blocks": last_blocks,
             "lora_adapters": lora_adapters,
         }
+        # Wrong arguments fail here already, not when the job starts.
+        anything = nn.Linear(16, 16, device="meta", dtype=torch.float32)
+        plan_conversion(anything, self.recipe, **{**self.choice, "filter_fn": None})
         self._device: torch.device | None = None
         self._converted: list[tuple[nn.Module, ConversionReport]] = []
 
@@ -106,7 +109,7 @@ class FP4Plugin:
             )
 
     def _cast(self, module: nn.Module) -> None:
-        """To the dtype of a ``"*-true"`` precision, without the harm that ``module.to(dtype)`` does to complex buffers."""
+        """To the dtype of a ``"*-true"`` precision, but complex buffers, which ``module.to(dtype)`` would make real."""
         buffers = [
             (owner, name, buffer)
             for owner in module.modules()
@@ -153,8 +156,8 @@ class FP4Plugin:
         if idle:
             names = abbreviate(idle)
             rank_zero_warn(
-                f"{self!r}: {len(idle)} converted layers were not called in the first training step ({names}). If other "
-                "code reads their weights directly, that part does not run in FP4; put them into `ignore_modules` to "
+                f"{self!r}: {len(idle)} converted layers were not called in the first training step ({names}). If "
+                "other code reads their weights directly, that part does not run in FP4; put them into `ignore_modules` to "
                 "have the report say so."
             )
 

@@ -84,7 +84,7 @@ def test_high_precision_recipe_equals_plain_lightning_in_bfloat16(precision):
 
 
 class ForwardOracle(pl.Callback):
-    """At each training forward of each layer: is the output that of a new FP4 layer with the layer's present weight?"""
+    """At each forward of each layer: the output is that of a new FP4 layer with the layer's present weight."""
 
     def __init__(self):
         self.checked = 0
@@ -468,7 +468,7 @@ class Gradients(pl.Callback):
 @pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.05), ("value", 0.003)])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_gradient_clipping(optimizer, algorithm, limit, precision):
-    """T29: what PyTorch makes of the same gradients; with fused optimizers too, which Lightning's AMP plugin refuses."""
+    """T29: what PyTorch makes of the same gradients; with fused optimizers too, which Lightning's AMP refuses."""
     seen = Gradients()
     trainer(
         plugin(precision=precision),
@@ -527,7 +527,7 @@ def test_manual_optimization_of_lightnings_own_model():
 
 
 def test_accumulation_equals_one_large_batch():
-    """T22: four batches of two are one of eight, up to the blocks over tokens being others; the last window is short."""
+    """T22: four batches of two are one of eight, but for the blocks over tokens; the last window is short."""
     large, small = Regressor(sgd, samples=24, batch_size=8), Regressor(sgd, samples=22, batch_size=2)
     seen_large, seen_small = Gradients(), Gradients()
     trainer(plugin(), callbacks=[seen_large]).fit(large)

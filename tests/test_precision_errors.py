@@ -1,0 +1,192 @@
+"""What FP4Precision refuses or warns of, and the sentences it does so with; Lightning's own checks included."""
+
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lightning_fp4 import FP4Precision, fabric
+from tests.trainer_models import WIDTH, Regressor, layers_of, plugin, trainer
+
+
+@pytest.mark.parametrize("cls", [FP4Precision, fabric.FP4Precision])
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        ({"recipe": "nvfp"}, ValueError, "`FP4Precision(recipe='nvfp')`: 'nvfp' is not a known recipe. Did you mean "
+         "'nvfp4'? Available: "),
+        ({"recipe": "zzz"}, ValueError, "'zzz' is not a known recipe. Available: "),
+        ({"recipe": {"hadamard": False}}, ValueError, "needs its name under 'name', got the keys ['hadamard']"),
+        ({"recipe": {"name": "nvfp4", "hadamar": False}}, ValueError, "has no option 'hadamar'. Its options: weight_2d"),
+        ({"recipe": None}, TypeError, "`FP4Precision(recipe=None)`: A recipe is a name, a dict with a 'name', or a"),
+        ({"recipe": 4}, TypeError, "got 4"),
+        ({"precision": "16-mixed"}, ValueError, "`FP4Precision(precision='16-mixed')` is not supported. `precision` "
+         "is the base precision around the FP4 layers and must be one of: 'bf16-mixed', 'bf16-true', '32-true'."),
+        ({"precision": "bf16"}, ValueError, "must be one of"),
+        ({"precision": 32}, ValueError, "must be one of"),
+        ({"precision": None}, ValueError, "must be one of"),
+        ({"layers": "mpl"}, ValueError, "`layers='mpl'` must be 'all', 'mlp' or 'mlp+attention_output'"),
+        ({"ignore_modules": "lm_head"}, TypeError, "must be a collection of names, for example ['lm_head']"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_fail_at_construction(cls, arguments, error, sentence):
+    """On the login node already, not when the job starts."""
+    with pytest.raises(error) as raised:
+        cls(**arguments)
+    assert sentence in str(raised.value)
+
+
+def test_bad_eval_precision():
+    with pytest.raises(ValueError, match=r"`FP4Precision\(eval_precision='bf16'\)` must be 'fp4' or 'base'"):
+        FP4Precision(eval_precision="bf16")
+
+
+def test_settings_are_keywords():
+    with pytest.raises(TypeError):
+        FP4Precision("nvfp4", "bf16-mixed")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models that FP4 cannot do much for
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_model_without_linear_layers():
+    model = Regressor()
+    model.net = nn.Conv1d(8, 8, 1)
+    with pytest.raises(TypeError, match=r"no Linear layers that can be converted to FP4 \(found 0, 0 skipped\)"):
+        trainer(plugin()).fit(model)
+
+
+def test_model_whose_linear_layers_cannot_be_converted():
+    model = Regressor()
+    model.net = nn.LazyLinear(WIDTH)
+    with pytest.raises(TypeError, match=r"found 1, 1 skipped.*net: lazy: it has no weight yet"):
+        trainer(plugin()).fit(model)
+
+
+def test_everything_kept_is_a_warning():
+    with pytest.warns(
+        UserWarning, match=r"No Linear layer runs in FP4: all 2 are kept in high precision \(filter_fn\)"
+    ):
+        trainer(plugin(filter_fn=lambda module, name: False)).fit(Regressor())
+
+
+def test_misspelt_ignore_name_is_a_warning():
+    with pytest.warns(UserWarning, match="`ignore_modules`: 'lm_haed' matches no Linear layer of the model") as caught:
+        trainer(plugin(ignore_modules=["lm_haed", "net.0"])).fit(Regressor())
+    assert not any("'net.0'" in str(w.message) for w in caught)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The Trainer's own checks: what the user sees names the plugin
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", 32])
+def test_precision_flag_beside_the_plugin(precision):
+    with pytest.raises(ValueError, match=r"Received both `precision=.*` and `plugins=.*FP4Precision\('nvfp4', prec"):
+        trainer(FP4Precision(), precision=precision)
+
+
+def test_precision_none_beside_the_plugin_is_fine():
+    """What a YAML file over a default config says."""
+    assert trainer(FP4Precision(), precision=None).precision == "bf16-mixed"
+
+
+@pytest.mark.parametrize("other", [FP4Precision, Precision, lambda: MixedPrecision("bf16-mixed", "cpu")])
+def test_two_precision_plugins(other):
+    with pytest.raises(MisconfigurationException, match="Received multiple values for Precision flags"):
+        trainer(FP4Precision(), other())
+
+
+@pytest.mark.parametrize("plugins", ["nvfp4", FP4Precision, [FP4Precision], "chon"])
+def test_plugins_that_are_no_instances(plugins):
+    with pytest.raises(MisconfigurationException, match="Found invalid type for plugin"):
+        trainer(plugins=plugins)
+
+
+def test_plugin_given_to_the_strategy():
+    model = Regressor()
+    trainer(strategy=pl.strategies.SingleDeviceStrategy("cpu", precision_plugin=plugin())).fit(model)
+    assert len(layers_of(model)) == 2
+    with pytest.raises(MisconfigurationException, match="precision set through both strategy class and plugins"):
+        trainer(plugin(), strategy=DDPStrategy(precision_plugin=plugin()))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The wrong library, the wrong strategy
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(32, 32)), Regressor()], ids=["module", "lightning_module"])
+def test_trainer_plugin_under_fabric(model):
+    runner = Fabric(accelerator="cpu", devices=1, plugins=[FP4Precision()])
+    with pytest.raises(MisconfigurationException, match=r"With Fabric, use `lightning_fp4\.fabric\.FP4Precision`"):
+        runner.setup(model)
+    assert not layers_of(model)
+
+
+def test_fabric_plugin_under_a_trainer():
+    """Lightning refuses it; the plugin's name says which one it is."""
+    with pytest.raises(
+        MisconfigurationException, match=r"invalid type for plugin lightning_fp4\.fabric\.FP4Precision\("
+    ):
+        trainer(fabric.FP4Precision())
+
+
+def test_pytorch_lightning_trainer():
+    """Another copy of the same library: its check comes before any code of ours, and shows the plugin's name."""
+    pytorch_lightning = pytest.importorskip("pytorch_lightning")
+    with pytest.raises(Exception, match=r"Found invalid type for plugin FP4Precision\('nvfp4'"):
+        pytorch_lightning.Trainer(accelerator="cpu", logger=False, plugins=[FP4Precision()])
+
+
+def test_pytorch_lightning_module_under_our_trainer():
+    pytorch_lightning = pytest.importorskip("pytorch_lightning")
+    with pytest.raises(TypeError, match="You passed a `pytorch_lightning` object"):
+        trainer(plugin()).fit(pytorch_lightning.LightningModule())
+
+
+def test_deepspeed():
+    strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)  # deepspeed itself need not be installed
+    fp4, model = plugin(), Regressor()
+    model.trainer = trainer()
+    model.trainer.strategy.__class__ = type("Stub", (DeepSpeedStrategy,), {"__del__": lambda self: None})
+    assert isinstance(model.trainer.strategy, type(strategy))
+    with pytest.raises(MisconfigurationException, match="does not support `DeepSpeedStrategy`.*ModelParallelStrategy"):
+        fp4.convert_module(model)
+    assert not layers_of(model)
+
+
+def test_fsdp_strategy_takes_the_plugin():
+    """It takes no plugin that does not derive from Lightning's FSDPPrecision."""
+    strategy = FSDPStrategy(precision_plugin=plugin(precision="bf16-mixed"))
+    assert strategy.mixed_precision_config.param_dtype is torch.bfloat16
+    assert FSDPStrategy(precision_plugin=plugin()).mixed_precision_config.param_dtype is torch.float32
+    with pytest.raises(TypeError, match="FSDP strategy can only work with the `FSDPPrecision` plugin"):
+        FSDPStrategy(precision_plugin=Precision())
+
+
+def test_clipping_by_norm_with_only_submodules_in_fsdp():
+    fp4, model = plugin(), Regressor()
+    optimizer = model.configure_optimizers()
+    fp4.connect(model, [optimizer], [])
+    fp4.clip_grad_by_norm(optimizer, 1.0)  # no FSDP at all
+    model.wrapped = nn.Module()
+    model.wrapped.__class__ = type("Wrapped", (FullyShardedDataParallel,), {})
+    with pytest.raises(MisconfigurationException, match="needs the whole model in one `FullyShardedDataParallel`"):
+        fp4.clip_grad_by_norm(optimizer, 1.0)
+
+
+def test_no_warning_in_a_plain_run():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=UserWarning, message=".*FP4.*")
+        trainer(plugin("nvfp4", precision="bf16-mixed")).fit(Regressor())
