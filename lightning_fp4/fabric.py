@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.fabric.plugins.precision.fsdp import FSDPPrecision
+from lightning.fabric.plugins.precision.precision import Precision
 from torch import nn
 from typing_extensions import override
 
@@ -21,6 +22,9 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
         state = {"model": model, "optimizer": optimizer, "precision": fabric.strategy.precision}
         fabric.save(path, state)
     """
+
+    # There is no loss scaler here, and an overridden `backward` would make a plain `loss.backward()` an error.
+    backward = Precision.backward
 
     def __repr__(self) -> str:
         # Shown by a Trainer that was given this class in place of `lightning_fp4.FP4Precision`.

@@ -157,8 +157,8 @@ class FP4Plugin:
             names = abbreviate(idle)
             rank_zero_warn(
                 f"{self!r}: {len(idle)} converted layers were not called in the first training step ({names}). If "
-                "other code reads their weights directly, that part does not run in FP4; put them into `ignore_modules` to "
-                "have the report say so."
+                "other code reads their weights directly, that part does not run in FP4; put them into "
+                "`ignore_modules` to have the report say so."
             )
 
     # ------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tests.trainer_models import WIDTH, Regressor, layers_of, plugin, trainer
          "'nvfp4'? Available: "),
         ({"recipe": "zzz"}, ValueError, "'zzz' is not a known recipe. Available: "),
         ({"recipe": {"hadamard": False}}, ValueError, "needs its name under 'name', got the keys ['hadamard']"),
-        ({"recipe": {"name": "nvfp4", "hadamar": False}}, ValueError, "has no option 'hadamar'. Its options: weight_2d"),
+        ({"recipe": {"name": "nvfp4", "hadamar": False}}, ValueError, "has no option 'hadamar'. Its options: "),
         ({"recipe": None}, TypeError, "`FP4Precision(recipe=None)`: A recipe is a name, a dict with a 'name', or a"),
         ({"recipe": 4}, TypeError, "got 4"),
         ({"precision": "16-mixed"}, ValueError, "`FP4Precision(precision='16-mixed')` is not supported. `precision` "
@@ -161,7 +161,7 @@ def test_deepspeed():
     model.trainer = trainer()
     model.trainer.strategy.__class__ = type("Stub", (DeepSpeedStrategy,), {"__del__": lambda self: None})
     assert isinstance(model.trainer.strategy, type(strategy))
-    with pytest.raises(MisconfigurationException, match="does not support `DeepSpeedStrategy`.*ModelParallelStrategy"):
+    with pytest.raises(MisconfigurationException, match=r"does not support `DeepSpeedStrategy`.*ModelParallelStrategy"):
         fp4.convert_module(model)
     assert not layers_of(model)
 
