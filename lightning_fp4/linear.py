@@ -70,7 +70,8 @@ def fp4_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recip
         out = _FP4Linear.apply(flat, weight, bias, recipe, rng_state)
     else:
         out, _ = _forward(flat, weight, bias, recipe, rng_state, grad_input=False, grad_weight=False)
-    return out.reshape(*input.shape[:-1], weight.shape[0])
+    # Not a view, as the output of nn.Linear is none: in-place operations on views lose FSDP2's backward hooks.
+    return torch.ops.aten._unsafe_view.default(out, (*input.shape[:-1], weight.shape[0]))
 
 
 def _forward(

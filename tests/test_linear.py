@@ -233,6 +233,20 @@ def test_any_leading_shape(device):
         assert_same_run({**actual, **flat}, expected)
 
 
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (0, 4)])
+def test_output_is_no_view_and_takes_in_place_operations(lead, device):
+    layer = fp4_linear_layer(64, 32, device=device)
+    x = torch.randn(*lead, 64, device=device)
+    y = layer(x)
+    assert not y._is_view()
+    layer.zero_grad()
+    y.relu_().sum().backward()
+    in_place = layer.weight.grad.clone()
+    layer.zero_grad()
+    layer(x).relu().sum().backward()
+    assert same_bits(in_place, layer.weight.grad)
+
+
 def test_one_dimensional_input(device):
     layer = fp4_linear_layer(64, 32, device=device)
     x, grad = torch.randn(64, device=device), torch.randn(32, device=device)
@@ -582,7 +596,7 @@ def test_backward_keeps_the_input_packed(name, dtype, device):
     assert all(t.numel() == 1 for t in kept if t.dtype is torch.float32)
     # The graph holds no tensor outside of what the hooks saw.
     node = y.grad_fn
-    while "FP4" not in node.name():
+    while "_FP4Linear" not in node.name():
         node = node.next_functions[0][0]
     beside = {name: getattr(node, name) for name in set(dir(node)) - set(dir(type(node)))}
     assert "recipe" in beside
