@@ -251,8 +251,16 @@ def fp4_class(original: Any) -> type[FP4Layer]:
 
 
 def original_class(converted: type[nn.Module]) -> type[nn.Module]:
-    """What :func:`fp4_class` made ``converted`` from."""
-    return nn.Linear if converted is FP4Linear else converted.__bases__[1]
+    """What ``converted`` would be had :func:`fp4_class` not been there."""
+    if converted is FP4Linear:
+        return nn.Linear
+    bases = converted.__bases__
+    if len(bases) == 2 and bases[0] in (FP4Linear, _FP4Conv1D):
+        return bases[1]
+    # Another swap came after ours (`fully_shard`, a parametrization): the same class on top of the original one.
+    bases = tuple(original_class(base) if issubclass(base, FP4Layer) else base for base in bases)
+    members = {name: value for name, value in vars(converted).items() if name not in ("__dict__", "__weakref__")}
+    return type(converted.__name__.replace("FP4", "", 1), bases, members)
 
 
 def _new_instance(original: type[nn.Module]) -> FP4Layer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_fp4.formats import E4M3, E8M0, NVFP4, BlockFormat
+from lightning_fp4.formats import E4M3, E8M0, FORMATS, NVFP4, BlockFormat
 
 
 class Rounding(str, Enum):
@@ -54,6 +54,11 @@ class Quantizer:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounding", Rounding(self.rounding))
         object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule))
+        if FORMATS.get(self.format.name) != self.format:
+            raise ValueError(
+                f"`Quantizer(format=...)`: {self.format!r} is none of the formats that the operators know "
+                f"({', '.join(FORMATS)}). Add it to `lightning_fp4.formats.FORMATS`."
+            )
         if self.format.scale is E8M0 and self.scale_rule is not ScaleRule.UNBIASED:
             raise ValueError(
                 f"`Quantizer(format={self.format}, scale_rule={self.scale_rule.value!r})`: the scales of {self.format} "

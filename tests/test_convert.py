@@ -116,6 +116,21 @@ def test_revert():
     assert len(fp4_layers(model)) == 2
 
 
+def test_revert_after_a_parametrization_came_on_top():
+    layer = convert_to_fp4(nn.Linear(16, 16), RTN)
+    nn.utils.parametrizations.weight_norm(layer)
+    x = torch.randn(4, 16)
+    assert isinstance(layer, FP4Linear)
+    quantised = layer(x)
+    revert_from_fp4(layer)
+    assert not isinstance(layer, FP4Linear)
+    assert torch.nn.utils.parametrize.is_parametrized(layer)
+    assert same_bits(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    assert not same_bits(layer(x), quantised)
+    nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    assert type(layer) is nn.Linear
+
+
 # ---- T06: ties -------------------------------------------------------------------------------------------------------
 
 
@@ -494,9 +509,10 @@ def test_fully_shard_of_leaves(order, process_group):
     wanted.sum().backward()
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         assert same_bits(ours.grad.full_tensor(), theirs.grad)
-    if order == "shard first":
-        revert_from_fp4(model)
-        assert all(isinstance(m, FSDPModule) and not isinstance(m, FP4Linear) for m in model)
+    revert_from_fp4(model)
+    assert all(isinstance(m, FSDPModule) and not isinstance(m, FP4Linear) for m in model)
+    plain = revert_from_fp4(expected)
+    assert same_bits(model(x).detach(), plain(x).detach())
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------

@@ -34,6 +34,12 @@ def test_unknown_names():
         Quantizer(rounding="down")
 
 
+def test_unknown_format():
+    custom = dataclasses.replace(NVFP4, name="mine", block=(1, 8))
+    with pytest.raises(ValueError, match=r"none of the formats that the operators know \(nvfp4, .*FORMATS"):
+        Quantizer(format=custom)
+
+
 def test_is_frozen_and_keyword_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Quantizer().rounding = Rounding.STOCHASTIC
