@@ -51,7 +51,8 @@ def fp4_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recip
     """
     device_type = input.device.type
     dtype = input.dtype
-    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    # The meta device has no autocast to ask for (and `is_autocast_available` cannot be traced by torch 2.11).
+    autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
     if autocast and dtype in _DTYPES:
         dtype = torch.get_autocast_dtype(device_type)
     elif dtype != weight.dtype:
