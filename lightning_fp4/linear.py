@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from lightning_fp4 import matmul, ops
 from lightning_fp4.matmul import Matrix, Operand
@@ -48,6 +49,7 @@ def fp4_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recip
     Raises:
         TypeError: for dtypes that ``torch.nn.functional.linear`` refuses too, and for float64.
         ValueError: if the last axis of ``input`` is not ``in_features`` long.
+        NotImplementedError: for a weight that is sharded within its GEMMs (tensor parallelism).
     """
     device_type = input.device.type
     dtype = input.dtype
@@ -63,6 +65,11 @@ def fp4_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recip
     if dtype not in _DTYPES:
         raise TypeError(
             f"FP4Linear computes from float32, bfloat16 or float16, got {dtype}. Cast the input and the model."
+        )
+    if isinstance(weight, DTensor):  # FSDP2's are whole tensors by now
+        raise NotImplementedError(
+            "FP4Linear got a weight that is sharded within its GEMMs (tensor parallelism), which is not supported. Keep "
+            "such layers in high precision with `ignore_modules`, or shard with FSDP2."
         )
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(f"FP4Linear has in_features={weight.shape[1]}, got an input of shape {tuple(input.shape)}.")

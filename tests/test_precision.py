@@ -10,13 +10,21 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelSummary, ThroughputMonitor
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelSummary,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fp4 import FP4Linear, FP4Precision, convert_to_fp4, get_recipe, revert_from_fp4, set_recipe
+from lightning_fp4 import FP4Linear, FP4Precision, convert_to_fp4, fabric, get_recipe, revert_from_fp4, set_recipe
 from tests.helpers import RTN, relative_error
 from tests.trainer_models import (
     WIDTH,
@@ -81,6 +89,46 @@ def test_high_precision_recipe_equals_plain_lightning_in_bfloat16(precision):
     trainer(plugin("high_precision", precision=precision)).fit(ours)
     assert ours.losses == pytest.approx(plain.losses, rel=2e-2)
     assert [p.dtype for p in ours.parameters()] == [p.dtype for p in plain.parameters()]
+
+
+class Unfreezing(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        partial(EMAWeightAveraging, decay=0.5),
+        partial(WeightAveraging, use_buffers=False),
+        partial(StochasticWeightAveraging, swa_lrs=1e-2, swa_epoch_start=1),
+        partial(GradientAccumulationScheduler, {0: 2, 1: 1}),
+        Unfreezing,
+    ],
+    ids=["ema", "averaging", "swa", "accumulation", "finetuning"],
+)
+def test_callbacks_find_what_they_expect(callback):
+    """Callbacks that copy, pair or freeze parameters do the same to a converted model as to a plain one."""
+
+    class Mixed(Regressor):
+        def __init__(self):
+            super().__init__(partial(_trainable, sgd))
+            self.net = nn.Sequential(*self.net, nn.BatchNorm1d(WIDTH))
+
+    plain, ours = Mixed(), Mixed()
+    trainer(precision="32-true", max_epochs=3, callbacks=[callback()]).fit(plain)
+    trainer(plugin("high_precision"), max_epochs=3, callbacks=[callback()]).fit(ours)
+    assert ours.losses == plain.losses
+    assert_same_weights(ours, plain)
+    assert len(layers_of(ours)) == 2
+
+
+def _trainable(optimizer, parameters):
+    return optimizer([p for p in parameters if p.requires_grad])
 
 
 class ForwardOracle(pl.Callback):
@@ -294,19 +342,41 @@ def test_layers_made_in_configure_model_are_converted():
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_compiled_inner_module():
+@pytest.mark.parametrize("way", ["wrapped", "wrapped and run", "in place", "whole"])
+def test_compiled_model(way):
     """Names are clean: `_orig_mod.` is in the way of neither `ignore_modules` nor the state's keys."""
-    model = Regressor()
-    model.net = torch.compile(model.net, backend="eager")
+    torch._dynamo.reset()
+    compiled = model = Regressor()
+    if way == "in place":
+        model.net.compile(backend="eager")
+    elif way == "whole":
+        # Lightning 2.6.6 cannot trace `self.log` in a compiled LightningModule; without logging it can.
+        compiled = torch.compile(model, backend="eager")
+    else:
+        model.net = torch.compile(model.net, backend="eager")
+    if way == "wrapped and run":
+        model.net(torch.ones(8, WIDTH))
     fp4 = plugin(SR, ignore_modules=["net.2"])
-    runner = trainer(fp4)
-    runner.fit(model)
+    runner = trainer(fp4, limit_val_batches=0)
+    runner.fit(compiled)
     assert [layer["name"] for layer in fp4.report()["converted"]] == ["net.0"]
+    assert fp4.report()["converted"][0]["ran"]
     checkpoint = runner._checkpoint_connector.dump_checkpoint()
-    assert list(checkpoint["lightning_fp4"]["steps"]) == ["net.0"]
+    assert checkpoint["lightning_fp4"]["steps"] == {"net.0": 4}
     eager = Regressor()
-    trainer(plugin(SR, ignore_modules=["net.2"])).fit(eager)
+    trainer(plugin(SR, ignore_modules=["net.2"]), limit_val_batches=0).fit(eager)
+    assert list(weights(model).values())[0].equal(list(weights(eager).values())[0])
     assert model.losses == eager.losses
+
+
+def test_trainer_init_module_and_integer_input():
+    """`Trainer.init_module` gives parameters in the plugin's dtype; tokens stay integers."""
+    runner = trainer(plugin(SR, precision="bf16-true"), max_epochs=2)
+    with runner.init_module():
+        model = LanguageModel()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    runner.fit(model)
+    assert model.losses[-1] < model.losses[0]
 
 
 def test_complex_buffers_survive_true_precisions():
@@ -359,6 +429,21 @@ def test_convert_input(precision):
     cast = precision == "bf16-true"
     assert converted["x"].dtype is (torch.bfloat16 if cast else torch.float32)
     assert converted["y"].dtype is (torch.bfloat16 if cast else torch.float64)
+
+
+@pytest.mark.parametrize("cls", [FP4Precision, fabric.FP4Precision])
+def test_autocast_is_where_the_model_computes(cls, monkeypatch):
+    """Weights offloaded to the CPU compute on the GPU, and a CPU run on a machine with a GPU computes on the CPU."""
+    fp4, model = cls(), Regressor()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device in map(torch.device, ("cuda", "cpu")):
+        if cls is FP4Precision:
+            fp4._convert(model, device)
+            assert fp4._device_types() == {device.type}
+        else:  # Fabric does not tell
+            fp4._convert(model)
+            assert fp4._device_types() == {"cpu", "cuda"}
+    assert cls(precision="bf16-mixed")._device_types() == {"cuda"}
 
 
 def test_contexts_can_be_entered_again():

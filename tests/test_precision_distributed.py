@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -155,10 +156,10 @@ def run_ddp_validate(folder):
     return {"before": before, "after": runner.validate(model, verbose=False)[0]["val_loss"], **outcome(model)}
 
 
-def model_parallel():
+def model_parallel(tensor_parallel=1):
     return ModelParallelStrategy(
-        data_parallel_size=2,
-        tensor_parallel_size=1,
+        data_parallel_size=2 // tensor_parallel,
+        tensor_parallel_size=tensor_parallel,
         save_distributed_checkpoint=False,
         process_group_backend="gloo",
         timeout=TIMEOUT,
@@ -189,6 +190,24 @@ def run_fsdp2_resume(folder):
     return {"straight": outcome(straight), "resumed": outcome(resumed)}
 
 
+class TensorParallel(Model):
+    def configure_model(self):
+        parallelize_module(
+            self.net, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
+
+
+def run_tensor_parallel(folder):
+    result = {}
+    for name, ignored in (("all", []), ("one", ["net.0"])):
+        model = TensorParallel()
+        try:
+            distributed(plugin(ignore_modules=ignored), model_parallel(2)).fit(model)
+        except NotImplementedError as error:
+            result[name] = str(error)
+    return result
+
+
 def run_fsdp1(folder):
     fp4, model = plugin(), Model()
     strategy = CPUFSDPStrategy(process_group_backend="gloo", timeout=TIMEOUT, use_orig_params=True)
@@ -212,6 +231,7 @@ SCENARIOS = {
     "fsdp2_converted_before": lambda folder: run_fsdp2(folder, leaves=True, convert_first=True),
     "fsdp2_resume": run_fsdp2_resume,
     "fsdp1": run_fsdp1,
+    "tensor_parallel": run_tensor_parallel,
 }
 
 
@@ -415,6 +435,12 @@ def test_fsdp1(ranks):
     for result, expected in zip(ranks("fsdp1"), ranks("ddp_clipped"), strict=True):
         assert result["wrapped"]
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+
+
+def test_tensor_parallel_is_refused(ranks):
+    for result in ranks("tensor_parallel"):
+        for name in ("all", "one"):
+            assert "(tensor parallelism), which is not supported. Keep such layers in high precision" in result[name]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
