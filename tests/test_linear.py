@@ -154,17 +154,16 @@ def test_gradients_are_the_products_of_the_quantised_operands(device):
 @pytest.mark.parametrize("recipe", [RTN, MX], ids=lambda r: r.name)
 @pytest.mark.parametrize("tokens", [0, 1, 7, 15, 16, 17, 31, 33, 100, 127, 129])
 def test_any_token_count(tokens, recipe, device):
-    """Equal to the bit to the same call with rows of zeros appended by hand."""
+    """Equal to the same call with rows of zeros appended by hand."""
     layer = fp4_linear_layer(64, 32, recipe, device=device)
     x, grad = torch.randn(tokens, 64, device=device), torch.randn(tokens, 32, device=device)
     pad = -tokens % 32 or 32
     padded = run(layer, *(torch.nn.functional.pad(t, (0, 0, 0, pad)) for t in (x, grad)))
     actual = run(layer, x, grad)
-    assert same_bits(actual["y"], padded["y"][:tokens])
-    assert same_bits(actual["dx"], padded["dx"][:tokens])
-    # Appended zeros change neither codes nor scales, only perhaps the order of the float32 sums.
-    scale = float(padded["dw"].abs().max())
-    torch.testing.assert_close(actual["dw"], padded["dw"], rtol=0, atol=scale * 2**-20)
+    # Appended zeros change neither codes nor scales (test_quantize.py), only perhaps the order of the float32 sums.
+    for name, expected in {"y": padded["y"][:tokens], "dx": padded["dx"][:tokens], "dw": padded["dw"]}.items():
+        scale = float(padded[name].abs().max())
+        torch.testing.assert_close(actual[name], expected, rtol=0, atol=scale * 2**-20)
     torch.testing.assert_close(actual["db"], grad.sum(0), rtol=1e-5, atol=1e-4)
     if tokens > 100:
         assert relative_error(actual["dw"], grad.T @ x) < 0.25
