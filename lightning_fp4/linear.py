@@ -68,10 +68,10 @@ def fp4_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recip
         )
     if isinstance(weight, DTensor):  # FSDP2's are whole tensors by now
         raise NotImplementedError(
-            "FP4Linear got a weight that is sharded within its GEMMs (tensor parallelism), which is not supported. Keep "
-            "such layers in high precision with `ignore_modules`, or shard with FSDP2."
+            "FP4Linear got a weight that is sharded within its GEMMs (tensor parallelism), which is not supported. "
+            "Keep such layers in high precision with `ignore_modules`, or shard with FSDP2."
         )
-    if input.shape[-1] != weight.shape[1]:
+    if input.shape[-1:] != weight.shape[1:]:
         raise ValueError(f"FP4Linear has in_features={weight.shape[1]}, got an input of shape {tuple(input.shape)}.")
     flat = input.reshape(math.prod(input.shape[:-1]), input.shape[-1]).to(dtype)
     if torch.is_grad_enabled():

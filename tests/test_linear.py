@@ -438,6 +438,8 @@ def test_float64_layers_say_what_to_do():
 def test_wrong_features():
     with pytest.raises(ValueError, match=r"in_features=16, got an input of shape \(4, 8\)"):
         fp4_linear_layer(16, 8)(torch.ones(4, 8))
+    with pytest.raises(ValueError, match=r"in_features=16, got an input of shape \(\)"):
+        fp4_linear_layer(16, 8)(torch.tensor(1.0))
 
 
 def test_float16_large_values_do_not_overflow_inside(device):
