@@ -29,7 +29,8 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
     The layers are converted in place when fitting (validating, testing, predicting) starts; parameters, ties,
     optimizers and checkpoint keys stay what they are, so checkpoints are plain and load anywhere. One log line says
     which layers run in FP4, which do not, and why; :meth:`report` returns it as data. After fitting the layers stay
-    FP4, see ``revert_from_fp4``. Works on one device and with DDP, FSDP and ``ModelParallelStrategy`` (FSDP2).
+    FP4, see ``revert_from_fp4``. Works on one device and with DDP, FSDP and ``ModelParallelStrategy`` (FSDP2). Trainer
+    and model must come from ``lightning.pytorch``: to the separate package ``pytorch_lightning`` this is no plugin.
 
     Args:
         recipe: a recipe's name (see ``list_recipes``), a dict with its ``name`` and options, or a ``Recipe``.
@@ -37,7 +38,8 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
             bfloat16 autocast), ``"bf16-true"`` or ``"32-true"``.
         layers: within transformer blocks, ``"all"`` linear layers, the ``"mlp"``, or ``"mlp+attention_output"``.
         ignore_modules: modules to keep in the base precision, each with all below it; a name may start at any dot.
-        filter_fn: ``filter_fn(module, name)`` alone decides (after ``ignore_modules``) which layers to convert.
+        filter_fn: ``filter_fn(module, name)`` alone decides (after ``ignore_modules``) which layers to convert. Spawned
+            processes (``ddp_spawn``) need a function that can be pickled, so no lambda.
         first_blocks: transformer blocks at the start to keep, a count or a fraction, in place of the recipe's.
         last_blocks: transformer blocks at the end to keep, a count or a fraction, in place of the recipe's.
         lora_adapters: convert LoRA adapters too.
