@@ -14,6 +14,7 @@ from torch import nn
 from lightning_fp4 import ops
 from lightning_fp4.convert import ConversionReport, Layers, abbreviate, apply_plan, plan_conversion
 from lightning_fp4.linear import FP4Layer
+from lightning_fp4.naming import matches
 from lightning_fp4.recipes import Recipe, get_recipe
 
 BasePrecision = Literal["bf16-mixed", "bf16-true", "32-true"]
@@ -91,11 +92,17 @@ class FP4Plugin:
             choices = (dataclasses.replace(choice, name=f"{position}.{choice.name}") for choice in report.choices)
             report = dataclasses.replace(report, choices=tuple(choices))
         apply_plan(report, self.recipe, self.seed)
-        self._converted[position:] = [(module, report), *self._converted[position + 1 :]]
+        self._converted[position : position + 1] = [(module, report)]
         if known and len(report.converted) == already:
             return
         if already:
             rank_zero_info(f"{self!r}: {already} layers were FP4 already and keep their recipe.")
+            ignored = [c.name for c in report.converted if matches(c.name, self.choice["ignore_modules"])]
+            if ignored:
+                rank_zero_warn(
+                    f"{self!r}: {abbreviate(ignored)} stay FP4 in spite of `ignore_modules`, because they were "
+                    "converted before. Call `revert_from_fp4(model)` first."
+                )
         where = "" if device is None else f". {_how_it_runs(device)}"
         rank_zero_info(f"{self!r}: {report.summary()}{where}")
         for message in report.warnings:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_fp4 import FP4Precision, fabric
+from lightning_fp4 import FP4Precision, fabric, revert_from_fp4
 from tests.trainer_models import WIDTH, Regressor, layers_of, plugin, trainer
 
 
@@ -83,6 +83,15 @@ def test_misspelt_ignore_name_is_a_warning():
     with pytest.warns(UserWarning, match="`ignore_modules`: 'lm_haed' matches no Linear layer of the model") as caught:
         trainer(plugin(ignore_modules=["lm_haed", "net.0"])).fit(Regressor())
     assert not any("'net.0'" in str(w.message) for w in caught)
+
+
+def test_ignored_layer_that_is_fp4_already_is_a_warning():
+    model = Regressor()
+    trainer(plugin()).fit(model)
+    with pytest.warns(UserWarning, match=r"net\.2 stay FP4 in spite of `ignore_modules`.*`revert_from_fp4\(model\)`"):
+        trainer(plugin(ignore_modules=["net.2"])).fit(model)
+    trainer(plugin(ignore_modules=["net.2"])).fit(revert_from_fp4(model))
+    assert set(layers_of(model)) == {"net.0"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
