@@ -1,6 +1,7 @@
 """What FP4Precision refuses or warns of, and the sentences it does so with; Lightning's own checks included."""
 
 import warnings
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -130,6 +131,18 @@ def test_plugin_given_to_the_strategy():
         trainer(plugin(), strategy=DDPStrategy(precision_plugin=plugin()))
 
 
+def test_plugin_given_to_the_strategy_wins_over_the_flag():
+    """Lightning drops `precision=` there without a word, and the plugin cannot know; what is shown is true at least."""
+    strategy = pl.strategies.SingleDeviceStrategy("cpu", precision_plugin=plugin())
+    assert trainer(precision="bf16-mixed", strategy=strategy).precision == "32-true"
+
+
+def test_no_precision_string():
+    """Lightning's strings are a closed list: `plugins=` is the only way in."""
+    with pytest.raises(ValueError, match="Precision 'nvfp4' is invalid"):
+        trainer(precision="nvfp4")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The wrong library, the wrong strategy
 # ----------------------------------------------------------------------------------------------------------------------
@@ -193,6 +206,11 @@ def test_clipping_by_norm_with_only_submodules_in_fsdp():
     model.wrapped.__class__ = type("Wrapped", (FullyShardedDataParallel,), {})
     with pytest.raises(MisconfigurationException, match="needs the whole model in one `FullyShardedDataParallel`"):
         fp4.clip_grad_by_norm(optimizer, 1.0)
+
+
+def test_safe_lightning_is_required():
+    """2.6.2 and 2.6.3 on PyPI were malicious; 2.6.6 closes a hole in `load_from_checkpoint`."""
+    assert '"lightning>=2.6.6"' in (Path(__file__).parents[1] / "pyproject.toml").read_text()
 
 
 def test_no_warning_in_a_plain_run():

@@ -200,6 +200,28 @@ def test_accumulation_equals_one_large_batch():
         assert relative_error(a, b) < 0.25
 
 
+class Skipping(Regressor):
+    """Skips the second batch, and the step after the third."""
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.trainer.global_step == 2:
+            for parameter in self.parameters():
+                parameter.grad = None
+
+
+def test_skipped_batches_and_steps():
+    plain, ours, fp4 = Skipping(), Skipping(), Skipping()
+    trainer(precision="32-true", gradient_clip_val=0.1).fit(plain)
+    trainer(plugin("high_precision"), gradient_clip_val=0.1).fit(ours)
+    trainer(plugin(SR), gradient_clip_val=0.1).fit(fp4)
+    assert ours.losses == plain.losses
+    assert_same_weights(ours, plain)
+    assert [int(layer.fp4_rng_state[1]) for layer in layers_of(fp4).values()] == [3, 3]
+
+
 def test_stochastic_rounding_advances_once_per_backward():
     """With accumulation too, so no two micro-batches share random bits."""
     model = Regressor()
