@@ -16,10 +16,9 @@ _MASK = 0xFFFFFFFF
 
 
 def _multiply(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of ``a * multiplier`` for 32-bit values held in int64 (whose product would overflow)."""
-    low = a * (multiplier & 0xFFFF)
-    high = a * (multiplier >> 16) + (low >> 16)
-    return high >> 16, ((high << 16) | (low & 0xFFFF)) & _MASK
+    """High and low 32 bits of ``a * multiplier`` for 32-bit values held in int64, whose product wraps but loses no bit."""
+    product = a * multiplier
+    return (product >> 32) & _MASK, product & _MASK
 
 
 def philox_4x32(counters: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -38,7 +38,7 @@ def quantize(x: Tensor, quantizer: Quantizer, *, random_bits: Tensor | None = No
 
     def encode(scales: Tensor) -> Tensor:
         factors = scaling.expand(scaling.block_encode(scales, global_encode), block_format, values.shape[0])
-        scaled = (values * factors).clamp(-E2M1.max, E2M1.max)
+        scaled = factors.mul_(values)  # beyond 6 it saturates
         if quantizer.rounding is Rounding.STOCHASTIC:
             assert random_bits is not None, "stochastic rounding needs random bits"
             return rounding.e2m1_stochastic(scaled, random_bits)
@@ -78,7 +78,7 @@ def _block_squared_error(quantized: FP4Tensor, values: Tensor) -> Tensor:
     # Ties between the candidates are common, and this order of the products (not the decoder's) decides them as
     # Blackwell software does.
     factors = scaling.expand(quantized.scales.float() * quantized.amax, quantized.format, values.shape[0])
-    decoded = rounding.e2m1_decode(packing.unpack(quantized.codes)) * factors * (1.0 / quantized.encoded_max)
+    decoded = packing.decode(quantized.codes) * factors * (1.0 / quantized.encoded_max)
     error = (decoded - values).square()
     rows, columns = quantized.format.block
     error = torch.nn.functional.pad(error, (0, 0, 0, -error.shape[0] % rows))
@@ -86,12 +86,10 @@ def _block_squared_error(quantized: FP4Tensor, values: Tensor) -> Tensor:
 
 
 def _decode_padded(quantized: FP4Tensor) -> Tensor:
-    codes = packing.unpack(quantized.codes)
     factors = quantized.scales.float()
     if quantized.amax is not None:
         factors = factors * quantized.amax * (1.0 / quantized.encoded_max)
-    factors = scaling.expand(factors, quantized.format, codes.shape[0])
-    return rounding.e2m1_decode(codes) * factors
+    return packing.decode(quantized.codes).mul_(scaling.expand(factors, quantized.format, quantized.codes.shape[0]))
 
 
 def dequantize(quantized: FP4Tensor) -> Tensor:
@@ -104,9 +102,8 @@ def decode_blocks(quantized: FP4Tensor) -> Tensor:
 
     These products need at most six significant bits, so BF16 holds them exactly.
     """
-    codes = packing.unpack(quantized.codes)
-    factors = scaling.expand(quantized.scales.float(), quantized.format, codes.shape[0])
-    return rounding.e2m1_decode(codes) * factors
+    factors = scaling.expand(quantized.scales.float(), quantized.format, quantized.codes.shape[0])
+    return packing.decode(quantized.codes).mul_(factors)
 
 
 def global_decode(quantized: FP4Tensor) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,16 +21,7 @@ def e2m1_nearest(x: Tensor) -> Tensor:
     Returns:
         uint8 codes of the same shape.
     """
-    magnitude = x.abs()
-    # A code is the number of rounding boundaries passed. A tie goes to the even code: up where the lower code is odd.
-    code = (magnitude > 0.25).to(torch.uint8)
-    code += magnitude >= 0.75
-    code += magnitude > 1.25
-    code += magnitude >= 1.75
-    code += magnitude > 2.5
-    code += magnitude >= 3.5
-    code += magnitude > 5.0
-    return code + SIGN_BIT * torch.signbit(x).to(torch.uint8)
+    return _e2m1_codes(x, torch.round)
 
 
 def e2m1_stochastic(x: Tensor, random_bits: Tensor) -> Tensor:
@@ -41,13 +34,18 @@ def e2m1_stochastic(x: Tensor, random_bits: Tensor) -> Tensor:
     Returns:
         uint8 codes of the same shape.
     """
-    magnitude = x.abs().clamp(max=6.0)
-    # The spacing of E2M1 values is .5 below 2, 1 below 4 and 2 up to 6; codes are consecutive along the way.
-    spacing = torch.where(magnitude >= 4, 2.0, torch.where(magnitude >= 2, 1.0, 0.5)).float()
-    steps = torch.floor(magnitude / spacing + random_bits.float() / 256)
-    code = steps + 2 * (magnitude >= 2).float() + 2 * (magnitude >= 4).float()
-    code = torch.nan_to_num(code, nan=0.0).clamp(max=7).to(torch.uint8)
-    return code + SIGN_BIT * torch.signbit(x).to(torch.uint8)
+    return _e2m1_codes(x, lambda steps: torch.floor(steps + random_bits.float() / 256))
+
+
+def _e2m1_codes(x: Tensor, to_integer: Callable[[Tensor], Tensor]) -> Tensor:
+    """Codes of ``x``; ``to_integer`` rounds its magnitude in units of the local spacing of E2M1 values."""
+    magnitude = x.abs().clamp_(max=6.0)
+    # The spacing is .5 below 2, 1 below 4 and 2 up to 6. Codes count the values from zero up, which is 2 more than
+    # magnitude / spacing from 2 on and 4 more from 4 on.
+    from_2, from_4 = magnitude.clone().ge_(2), magnitude.clone().ge_(4)  # 0. or 1.
+    steps = to_integer(magnitude / ((1 + from_2) * (1 + from_4) * 0.5))
+    codes = steps.add_(from_2, alpha=2).add_(from_4, alpha=2).nan_to_num_(nan=0.0).clamp_(max=7).to(torch.uint8)
+    return codes + SIGN_BIT * torch.signbit(x).to(torch.uint8)
 
 
 def e2m1_decode(codes: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def block_amax(x: Tensor, block_format: BlockFormat) -> Tensor:
     """Largest magnitude of each block: float32 ``[block rows, block columns]`` of a whole-block ``x``."""
     rows, columns = block_format.block
     blocks = x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
-    return blocks.abs().amax(dim=(1, 3))
+    return blocks.abs().amax(dim=3).amax(dim=1)
 
 
 def block_scales(amax: Tensor, global_encode: Tensor | None, rule: ScaleRule, block_format: BlockFormat) -> Tensor:
