@@ -288,7 +288,8 @@ def revert_from_fp4(model: nn.Module) -> nn.Module:
         ``model`` itself.
     """
     for module in fp4_layers(model).values():
-        del module.fp4_recipe, module.fp4_rng_state, module.fp4_gemm_paths
+        for attribute in [name for name in vars(module) if name.startswith("fp4_")]:
+            delattr(module, attribute)
         original: Any = original_class(type(module))
         module.__class__ = original
     return model

@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from lightning_fp4 import matmul, ops
-from lightning_fp4.matmul import Matrix, Operand
-from lightning_fp4.recipes.base import Recipe
+from lightning_fp4.matmul import Operand, Side
+from lightning_fp4.recipes.base import Gemm, HotChannels, Recipe
 from lightning_fp4.tensor import FP4Tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,7 +30,14 @@ def new_rng_state(seed: int, rank: int, name: str) -> Tensor:
         return torch.tensor([int.from_bytes(digest, "little") >> 1, 0], device="cpu")
 
 
-def fp4_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, rng_state: Tensor) -> Tensor:
+def fp4_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    rng_state: Tensor,
+    hot_channels: Tensor | None = None,
+) -> Tensor:
     """``input @ weight.T + bias`` with the GEMMs of forward and backward as ``recipe`` says.
 
     Dtypes follow ``torch.nn.functional.linear``, autocast included; the weight is quantised from its own dtype.
@@ -42,6 +49,7 @@ def fp4_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recip
         recipe: how.
         rng_state: int64 ``[2]`` on the input's device, from :func:`new_rng_state`; advances once per backward, so a
             forward recomputed by activation checkpointing leads to the same bits.
+        hot_channels: int64 ``[k]`` on the input's device, the channels that ``recipe.fprop.hot_channels`` patches.
 
     Returns:
         ``[..., out_features]``.
@@ -51,6 +59,17 @@ def fp4_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recip
         ValueError: if the last axis of ``input`` is not ``in_features`` long.
         NotImplementedError: for a weight that is sharded within its GEMMs (tensor parallelism).
     """
+    flat = _rows_of(input, weight)
+    if torch.is_grad_enabled():
+        out = _FP4Linear.apply(flat, weight, bias, recipe, rng_state, hot_channels)
+    else:
+        out, _ = _forward(flat, weight, bias, recipe, rng_state, hot_channels, grad_input=False, grad_weight=False)
+    # Not a view, as the output of nn.Linear is none: in-place operations on views lose FSDP2's backward hooks.
+    return torch.ops.aten._unsafe_view.default(out, (*input.shape[:-1], weight.shape[0]))
+
+
+def _rows_of(input: Tensor, weight: Tensor) -> Tensor:
+    """The input as a matrix ``[tokens, in_features]`` in the dtype that ``torch.nn.functional.linear`` computes in."""
     device_type = input.device.type
     dtype = input.dtype
     # The meta device has no autocast to ask for (and `is_autocast_available` cannot be traced by torch 2.11).
@@ -73,13 +92,7 @@ def fp4_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recip
         )
     if input.shape[-1:] != weight.shape[1:]:
         raise ValueError(f"FP4Linear has in_features={weight.shape[1]}, got an input of shape {tuple(input.shape)}.")
-    flat = input.reshape(math.prod(input.shape[:-1]), input.shape[-1]).to(dtype)
-    if torch.is_grad_enabled():
-        out = _FP4Linear.apply(flat, weight, bias, recipe, rng_state)
-    else:
-        out, _ = _forward(flat, weight, bias, recipe, rng_state, grad_input=False, grad_weight=False)
-    # Not a view, as the output of nn.Linear is none: in-place operations on views lose FSDP2's backward hooks.
-    return torch.ops.aten._unsafe_view.default(out, (*input.shape[:-1], weight.shape[0]))
+    return input.reshape(math.prod(input.shape[:-1]), input.shape[-1]).to(dtype)
 
 
 def _forward(
@@ -88,15 +101,16 @@ def _forward(
     bias: Tensor | None,
     recipe: Recipe,
     rng_state: Tensor,
+    hot_channels: Tensor | None,
     *,
     grad_input: bool,
     grad_weight: bool,
-) -> tuple[Tensor, tuple[Matrix | None, Matrix | None]]:
+) -> tuple[Tensor, tuple[Side | None, Side | None]]:
     """The output, and what backward needs: the column forms of input and weight."""
     fprop_input = Operand.lhs(recipe.fprop, _FPROP_INPUT)
     fprop_weight = Operand.rhs(recipe.fprop, _FPROP_WEIGHT)
-    input_columns: Matrix | None = None
-    weight_columns: Matrix | None = None
+    input_columns: Side | None = None
+    weight_columns: Side | None = None
     if grad_weight:
         wgrad_input = Operand.rhs(recipe.wgrad, _WGRAD_INPUT)
         input_rows, input_columns = matmul.quantize_both(input, fprop_input, wgrad_input, rng_state)
@@ -107,7 +121,11 @@ def _forward(
         weight_rows, weight_columns = matmul.quantize_both(weight, fprop_weight, dgrad_weight, rng_state)
     else:
         weight_rows = matmul.quantize_rows(weight, fprop_weight, rng_state)
-    return matmul.multiply(input_rows, weight_rows, bias, input.dtype), (input_columns, weight_columns)
+    mean = matmul.mean_product(input_rows, weight_rows, weight, fprop_input.quantizer)
+    if mean is not None:
+        bias = mean if bias is None else mean + bias
+    out = matmul.patched_multiply(input_rows, weight_rows, recipe.fprop, hot_channels, bias, input.dtype)
+    return out, (input_columns, weight_columns)
 
 
 class _FP4Linear(torch.autograd.Function):
@@ -115,11 +133,21 @@ class _FP4Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, rng_state: Tensor
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        rng_state: Tensor,
+        hot_channels: Tensor | None,
     ) -> Tensor:
         grad_input, grad_weight, grad_bias = ctx.needs_input_grad[:3]
-        out, columns = _forward(input, weight, bias, recipe, rng_state, grad_input=grad_input, grad_weight=grad_weight)
-        _save(ctx, columns)
+        out, columns = _forward(
+            input, weight, bias, recipe, rng_state, hot_channels, grad_input=grad_input, grad_weight=grad_weight
+        )
+        # The exact mean of the output gradient meets the weight itself, which is alive anyway.
+        center = recipe.dgrad.lhs.center if recipe.dgrad and recipe.dgrad.lhs else None
+        _save(ctx, columns, weight if grad_input and center is not None and center.mean == "exact" else None)
         ctx.recipe = recipe
         ctx.rng_state = rng_state
         ctx.weight_dtype = weight.dtype
@@ -129,7 +157,7 @@ class _FP4Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        input_columns, weight_columns = _load(ctx)
+        (input_columns, weight_columns), weight = _load(ctx)
         grad_output = grad_output.contiguous()  # so that strides do not decide the order of any sum
         dgrad_output = Operand.lhs(ctx.recipe.dgrad, _DGRAD_OUTPUT)
         wgrad_output = Operand.lhs(ctx.recipe.wgrad, _WGRAD_OUTPUT)
@@ -137,63 +165,72 @@ class _FP4Linear(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = None
         if weight_columns is not None:
             rows = matmul.quantize_rows(grad_output, dgrad_output, seed)
-            grad_input = matmul.multiply(rows, weight_columns, None, grad_output.dtype)
+            transposed = None if weight is None else weight.T
+            mean = matmul.mean_product(rows, weight_columns, transposed, dgrad_output.quantizer)
+            grad_input = matmul.multiply(rows, weight_columns, mean, grad_output.dtype)
         if input_columns is not None:
             columns = matmul.quantize_columns(grad_output, wgrad_output, seed)
-            grad_weight = matmul.multiply(columns, input_columns, None, grad_output.dtype, ctx.weight_dtype)
+            dtype = ctx.weight_dtype if columns.mean is None else torch.float32
+            product = matmul.multiply(columns, input_columns, None, grad_output.dtype, dtype)
+            product = matmul.add_mean_outer(product, columns, input_columns, grad_output.shape[0])
+            grad_weight = product.to(ctx.weight_dtype)
         if ctx.bias_dtype is not None:
             grad_bias = grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
-def _save(ctx: Any, matrices: tuple[Matrix | None, ...]) -> None:
-    """Put the tensors of ``matrices`` where autograd's saved-tensor hooks see them, and the rest beside."""
+def _save(ctx: Any, sides: tuple[Side | None, ...], weight: Tensor | None) -> None:
+    """Put the tensors of ``sides`` and ``weight`` where autograd's saved-tensor hooks see them, and the rest beside."""
     tensors: list[Tensor | None] = []
     layout: list[tuple | None] = []
-    for matrix in matrices:
+    for side in sides:
+        matrix = None if side is None else side.matrix
         if isinstance(matrix, FP4Tensor):
             tensors += [matrix.codes, matrix.scales, matrix.amax]
             layout.append((matrix.encoded_max, matrix.format, matrix.shape))
         else:
             tensors += [matrix, None, None]
             layout.append(None)
-    ctx.save_for_backward(*tensors)
+        tensors.append(None if side is None else side.mean)
+    ctx.save_for_backward(*tensors, weight)
     ctx.layout = tuple(layout)
 
 
-def _load(ctx: Any) -> list[Matrix | None]:
+def _load(ctx: Any) -> tuple[list[Side | None], Tensor | None]:
     """What :func:`_save` put away."""
     saved = ctx.saved_tensors
-    matrices: list[Matrix | None] = []
+    sides: list[Side | None] = []
     for i, layout in enumerate(ctx.layout):
-        first, scales, amax = saved[3 * i : 3 * i + 3]
-        if layout is None:
-            matrices.append(first)
-        else:
+        first, scales, amax, mean = saved[4 * i : 4 * i + 4]
+        if layout is not None:
             encoded_max, block_format, shape = layout
-            matrices.append(
-                FP4Tensor(
-                    codes=first, scales=scales, amax=amax, encoded_max=encoded_max, format=block_format, shape=shape
-                )
+            first = FP4Tensor(
+                codes=first, scales=scales, amax=amax, encoded_max=encoded_max, format=block_format, shape=shape
             )
-    return matrices
+        sides.append(None if first is None else Side(matrix=first, mean=mean))
+    return sides, saved[-1]
 
 
 class FP4Layer(nn.Module):
     """What a layer needs to compute in four bits; mixed into the class of a linear layer in place.
 
-    It adds no parameters, no buffers and no state-dict keys. Its state is three plain attributes, set by
+    It adds no parameters, no buffers and no state-dict keys. Its state is plain attributes, the first three set by
     ``convert_to_fp4``:
 
     Attributes:
         fp4_recipe: the recipe; replace it with ``set_recipe``.
         fp4_rng_state: int64 ``[key, step]`` for stochastic rounding.
         fp4_gemm_paths: which units each GEMM uses, filled in when the layer runs.
+        fp4_hot_channels: int64 ``[k]``, the channels that ``recipe.fprop.hot_channels`` patches; picked from the first
+            training batch unless ``HotChannelRefresh`` or you set it.
+        fp4_channel_scores: float32 ``[in_features]``; while it is set, each training forward adds its scores.
     """
 
     fp4_recipe: Recipe
     fp4_rng_state: Tensor
     fp4_gemm_paths: dict[str, str]
+    fp4_hot_channels: Tensor | None = None
+    fp4_channel_scores: Tensor | None = None
 
     def _fp4_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         recipe, device = self.fp4_recipe, input.device
@@ -206,7 +243,26 @@ class FP4Layer(nn.Module):
                 self.fp4_gemm_paths["dgrad"] = matmul.describe(recipe.dgrad, device)
             if weight.requires_grad:
                 self.fp4_gemm_paths["wgrad"] = matmul.describe(recipe.wgrad, device)
-        return fp4_linear(input, weight, bias, recipe, self.fp4_rng_state)
+        channels = None
+        if recipe.fprop is not None and recipe.fprop.hot_channels is not None:
+            channels = self._fp4_channels(input, weight, recipe.fprop, recipe.fprop.hot_channels)
+        return fp4_linear(input, weight, bias, recipe, self.fp4_rng_state, channels)
+
+    def _fp4_channels(self, input: Tensor, weight: Tensor, gemm: Gemm, hot: HotChannels) -> Tensor | None:
+        """The hot channels on the input's device; picked and scored on the way where that is due."""
+        # Also without gradients: a checkpointed forward and its recomputation have to agree.
+        wanted = self.fp4_hot_channels is None or self.fp4_channel_scores is not None
+        if self.training and wanted and input.numel() > 0:
+            with torch.no_grad():
+                scores = matmul.channel_scores(_rows_of(input, weight), weight, gemm)
+                if self.fp4_channel_scores is not None:
+                    self.fp4_channel_scores.add_(scores)
+                if self.fp4_hot_channels is None:
+                    self.fp4_hot_channels = ops.select_channels(scores, hot.count(weight.shape[1]))
+        channels = self.fp4_hot_channels
+        if channels is not None and channels.device != input.device:
+            channels = self.fp4_hot_channels = channels.to(input.device)
+        return channels
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows in brackets."""

@@ -1,7 +1,8 @@
-"""One matrix product as a recipe says: rotate, quantise, multiply. Every product here is ``lhs @ rhs.T``."""
+"""One matrix product as a recipe says: centre, rotate, quantise, multiply, patch. Every product here is ``lhs @ rhs.T``."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from lightning_fp4 import ops
 from lightning_fp4.quantizer import Quantizer, Rounding
-from lightning_fp4.recipes.base import Gemm
+from lightning_fp4.recipes.base import Gemm, HotChannels
 from lightning_fp4.tensor import FP4Tensor
 
 Matrix = FP4Tensor | Tensor
@@ -46,36 +47,79 @@ class Operand:
         return self.quantizer is not None and self.quantizer.rounding is Rounding.STOCHASTIC
 
 
-def quantize_rows(x: Tensor, operand: Operand, seed: Tensor | None = None) -> Matrix:
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One side of a GEMM, ready to be multiplied.
+
+    Args:
+        matrix: quantised, or plain.
+        mean: what centring took out of each token, float32 ``[1, features]``; ``None`` if not centred.
+        source: the tensor (without its mean) that was quantised, ``None`` where nobody will ask for it.
+    """
+
+    matrix: Matrix
+    mean: Tensor | None = None
+    source: Tensor | None = None
+
+
+def quantize_rows(x: Tensor, operand: Operand, seed: Tensor | None = None) -> Side:
     """The operand whose rows are the rows of ``x`` ``[rows, columns]``; the product will contract over columns."""
     if operand.quantizer is None:
-        return x
-    return ops.quantize(x, operand.quantizer, hadamard=operand.hadamard, seed=seed, stream=operand.stream)
+        return Side(matrix=x)
+    source, mean = _center(x, operand.quantizer)
+    return _rows(source, mean, operand, seed)
 
 
-def quantize_columns(x: Tensor, operand: Operand, seed: Tensor | None = None) -> Matrix:
+def quantize_columns(x: Tensor, operand: Operand, seed: Tensor | None = None) -> Side:
     """The operand whose rows are the columns of ``x`` ``[rows, columns]``; the product will contract over rows."""
     if operand.quantizer is None:
-        return x.T
-    return ops.quantize(
-        x, operand.quantizer, hadamard=operand.hadamard, transposed=True, seed=seed, stream=operand.stream
-    )
+        return Side(matrix=x.T)
+    source, mean = _center(x, operand.quantizer)
+    return _columns(source, mean, operand, seed)
 
 
-def quantize_both(x: Tensor, rows: Operand, columns: Operand, seed: Tensor | None = None) -> tuple[Matrix, Matrix]:
+def quantize_both(x: Tensor, rows: Operand, columns: Operand, seed: Tensor | None = None) -> tuple[Side, Side]:
     """Both operands that one tensor feeds: :func:`quantize_rows` and :func:`quantize_columns` of it."""
-    by_rows = quantize_rows(x, rows, seed)
-    quantizer = rows.quantizer
-    same = quantizer == columns.quantizer and rows.hadamard is None and columns.hadamard is None and not rows.stochastic
-    if same and isinstance(by_rows, FP4Tensor) and by_rows.format.block[0] == by_rows.format.block[1]:
-        return by_rows, ops.transpose(by_rows)
-    return by_rows, quantize_columns(x, columns, seed)
+    if rows.quantizer is None or columns.quantizer is None or rows.quantizer.center != columns.quantizer.center:
+        return quantize_rows(x, rows, seed), quantize_columns(x, columns, seed)
+    source, mean = _center(x, rows.quantizer)
+    by_rows = _rows(source, mean, rows, seed)
+    same = rows.quantizer == columns.quantizer and rows.hadamard is None and columns.hadamard is None
+    matrix = by_rows.matrix
+    if same and not rows.stochastic and isinstance(matrix, FP4Tensor) and matrix.format.block[0] == matrix.format.block[1]:
+        return by_rows, Side(matrix=ops.transpose(matrix), mean=by_rows.mean)
+    return by_rows, _columns(source, mean, columns, seed)
+
+
+def _center(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]:
+    return (x, None) if quantizer.center is None else ops.center(x)
+
+
+def _rows(source: Tensor, mean: Tensor | None, operand: Operand, seed: Tensor | None) -> Side:
+    assert operand.quantizer is not None
+    matrix = ops.quantize(source, operand.quantizer, hadamard=operand.hadamard, seed=seed, stream=operand.stream)
+    return Side(matrix=matrix, mean=_round_mean(mean, operand.quantizer), source=source)
+
+
+def _columns(source: Tensor, mean: Tensor | None, operand: Operand, seed: Tensor | None) -> Side:
+    assert operand.quantizer is not None
+    matrix = ops.quantize(
+        source, operand.quantizer, hadamard=operand.hadamard, transposed=True, seed=seed, stream=operand.stream
+    )
+    return Side(matrix=matrix, mean=_round_mean(mean, operand.quantizer))
+
+
+def _round_mean(mean: Tensor | None, quantizer: Quantizer) -> Tensor | None:
+    """The mean as the product will use it: exact, or (Averis' own form) in four bits, rounded to nearest."""
+    if mean is None or quantizer.center is None or quantizer.center.mean == "exact":
+        return mean
+    return ops.dequantize(ops.quantize(mean, dataclasses.replace(quantizer, rounding=Rounding.NEAREST, center=None)))
 
 
 def multiply(
-    lhs: Matrix, rhs: Matrix, bias: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype | None = None
+    lhs: Side, rhs: Side, bias: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``lhs @ rhs.T + bias``.
+    """``lhs @ rhs.T + bias`` without what centring took out.
 
     Two quantised operands go through the FP4 GEMM. If one is a plain tensor, the other is decoded and the product is
     an ordinary one in ``compute_dtype``.
@@ -88,10 +132,122 @@ def multiply(
         dtype: of the result, ``compute_dtype`` if not given.
     """
     dtype = dtype or compute_dtype
-    if isinstance(lhs, FP4Tensor) and isinstance(rhs, FP4Tensor):
-        return ops.gemm(lhs, rhs, bias, dtype)
-    a, b = (ops.dequantize(m, compute_dtype) if isinstance(m, FP4Tensor) else m.to(compute_dtype) for m in (lhs, rhs))
+    if isinstance(lhs.matrix, FP4Tensor) and isinstance(rhs.matrix, FP4Tensor):
+        return ops.gemm(lhs.matrix, rhs.matrix, bias, dtype)
+    a, b = (
+        ops.dequantize(m, compute_dtype) if isinstance(m, FP4Tensor) else m.to(compute_dtype)
+        for m in (lhs.matrix, rhs.matrix)
+    )
     return torch.nn.functional.linear(a, b, None if bias is None else bias.to(compute_dtype)).to(dtype)
+
+
+def mean_product(lhs: Side, rhs: Side, weight: Tensor | None, quantizer: Quantizer | None) -> Tensor | None:
+    """What the mean of ``lhs`` adds to every row of ``lhs @ rhs.T``: float32 ``[N]``, ``None`` if it is not centred.
+
+    Args:
+        lhs: ``[M, K]``.
+        rhs: ``[N, K]``.
+        weight: ``rhs`` before it was quantised, for exact means.
+        quantizer: of ``lhs``.
+    """
+    if lhs.mean is None:
+        return None
+    assert quantizer is not None
+    assert quantizer.center is not None
+    if quantizer.center.mean == "exact":
+        assert weight is not None
+        return ops.times_matrix(lhs.mean, weight)
+    decoded = ops.dequantize(rhs.matrix) if isinstance(rhs.matrix, FP4Tensor) else rhs.matrix
+    return ops.times_matrix(lhs.mean, decoded)
+
+
+def add_mean_outer(product: Tensor, lhs: Side, rhs: Side, tokens: int) -> Tensor:
+    """``product + tokens * lhs.mean.T @ rhs.mean``: what the means add to a product over ``tokens``.
+
+    The cross terms, a mean times the rest, vanish because the rest sums to zero over the tokens.
+    """
+    if lhs.mean is None or rhs.mean is None:
+        return product
+    return torch.addcmul(product, lhs.mean.T * tokens, rhs.mean)
+
+
+_PATCH_PARTS: dict[str, tuple[ops.PatchParts, ops.PatchParts]] = {
+    "both": (("residual", "value"), ("value", "residual")),
+    "activations": (("residual",), ("value",)),
+    "weights": (("value",), ("residual",)),
+}
+"""Columns that the left and right operands gain, by ``HotChannels.operands``."""
+
+
+def patched_multiply(
+    lhs: Side,
+    rhs: Side,
+    gemm: Gemm | None,
+    channels: Tensor | None,
+    bias: Tensor | None,
+    compute_dtype: torch.dtype,
+) -> Tensor:
+    """:func:`multiply` with the errors of the hot ``channels`` (int64 ``[k]``, or ``None``) patched as ``gemm`` says."""
+    hot = gemm.hot_channels if gemm else None
+    if hot is None or channels is None or channels.shape[0] == 0:
+        return multiply(lhs, rhs, bias, compute_dtype)
+    assert gemm is not None
+    assert gemm.lhs is not None
+    assert gemm.rhs is not None
+    a, b = lhs.matrix, rhs.matrix
+    assert isinstance(a, FP4Tensor)
+    assert isinstance(b, FP4Tensor)
+    assert lhs.source is not None
+    assert rhs.source is not None
+    if hot.mode == "high_precision":
+        product = ops.gemm(a, b, bias, torch.float32)
+        left, right = _plain_patch(lhs.source, a, rhs.source, b, hot, channels)
+        patch = torch.nn.functional.linear(left.to(compute_dtype), right.to(compute_dtype))
+        return (product + patch).to(compute_dtype)
+    parts = _PATCH_PARTS[hot.operands]
+    left_patch = ops.patch_columns(lhs.source, a, gemm.lhs, channels, parts[0])
+    right_patch = ops.patch_columns(rhs.source, b, gemm.rhs, channels, parts[1])
+    if hot.mode == "single":
+        return ops.gemm(ops.concatenate(a, left_patch), ops.concatenate(b, right_patch), bias, compute_dtype)
+    product = ops.gemm(a, b, bias, torch.float32)
+    return (product + ops.gemm(left_patch, right_patch, None, torch.float32)).to(compute_dtype)
+
+
+def _plain_patch(
+    x: Tensor, x_quantized: FP4Tensor, w: Tensor, w_quantized: FP4Tensor, hot: HotChannels, channels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The factors of the patch in float32: residuals times decoded values, as wide as ``hot.operands`` asks."""
+    x_residual, x_value = ops.patch_values(x, x_quantized, channels)
+    w_residual, w_value = ops.patch_values(w, w_quantized, channels)
+    if hot.operands == "activations":
+        return x_residual, w_value
+    if hot.operands == "weights":
+        return x_value, w_residual
+    return torch.cat([x_residual, x_value], dim=1), torch.cat([w_value, w_residual], dim=1)
+
+
+def channel_scores(x: Tensor, w: Tensor, gemm: Gemm) -> Tensor:
+    """How much the quantisation errors of each channel matter in ``x @ w.T``, by the score of ``gemm.hot_channels``.
+
+    Args:
+        x: ``[tokens, K]``.
+        w: ``[N, K]``.
+        gemm: what quantises them to nearest; it has hot channels.
+
+    Returns:
+        float32 ``[K]``, larger is hotter.
+    """
+    assert gemm.hot_channels is not None
+    sides = []
+    for matrix, quantizer in ((x, gemm.lhs), (w, gemm.rhs)):
+        assert quantizer is not None
+        nearest = dataclasses.replace(quantizer, rounding=Rounding.NEAREST)
+        sides.append(quantize_rows(matrix, Operand(quantizer=nearest, hadamard=None, stream=0)))
+    lhs, rhs = sides
+    assert isinstance(lhs.matrix, FP4Tensor)
+    assert isinstance(rhs.matrix, FP4Tensor)
+    assert lhs.source is not None
+    return ops.channel_scores(lhs.source, lhs.matrix, w, rhs.matrix, gemm.hot_channels.score)
 
 
 def describe(gemm: Gemm | None, device: torch.device) -> str:

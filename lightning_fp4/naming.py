@@ -29,6 +29,7 @@ class Role(str, Enum):
     VALUE = "attention.value"
     QKV = "attention.qkv"
     ATTENTION_OUTPUT = "attention.output"
+    GATE_KEY = "attention.gate_key"
     GATE = "mlp.gate"
     UP = "mlp.up"
     GATE_UP = "mlp.gate_up"
@@ -58,12 +59,18 @@ _LEAVES = {
     Role.GATE_UP: {"gate_up_proj"},
     Role.DOWN: {"down_proj", "w2", "fc2", "dense_4h_to_h", "linear2", "fc_out"},
     Role.ATTENTION_OUTPUT: {"o_proj", "to_out"},
+    Role.GATE_KEY: {"gk_proj"},
 }
 _ROLE_OF_LEAF = {leaf: role for role, leaves in _LEAVES.items() for leaf in leaves}
 # Leaves that mean one thing below attention and another below the feed-forward part.
 _ATTENTION_OUTPUT_LEAVES = {"c_proj", "out_proj", "dense", "wo", "o", "proj", "output"}
 _DOWN_LEAVES = {"c_proj", "wo", "out_proj", "proj", "output"}
 _ATTENTION_PARENT = re.compile(r"attn|attention", re.IGNORECASE)
+_LINEAR_ATTENTION = re.compile(
+    r"linear_?att|gated_?linear|^gla|(?<![a-z])gla(?![a-z])|delta_?(net|rule)|retention|retnet|rwkv|lightning_?att|based_?att|"
+    r"rebased|hgrn|gsa(?![a-z])",
+    re.IGNORECASE,
+)
 _MLP_PARENT = re.compile(r"mlp|ffn|feed_?forward|expert|moe|densereludense", re.IGNORECASE)
 
 
@@ -83,6 +90,11 @@ def role_of(name: str) -> Role:
         if _ATTENTION_PARENT.search(parent):
             return Role.ATTENTION_OUTPUT if leaf in _ATTENTION_OUTPUT_LEAVES else _attention_role(leaf)
     return _ROLE_OF_LEAF.get(leaf, Role.OTHER)
+
+
+def is_linear_attention(name: str) -> bool:
+    """Whether a class or module of this name is a form of linear attention, as far as names tell."""
+    return _LINEAR_ATTENTION.search(name) is not None
 
 
 def _mlp_role(leaf: str) -> Role:

@@ -132,6 +132,93 @@ def gemm(lhs: FP4Tensor, rhs: FP4Tensor, bias: Tensor | None, dtype: torch.dtype
     )
 
 
+def center(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Split ``x`` ``[tokens, features]`` into the rest (its dtype) and its mean over tokens, float32 ``[1, features]``."""
+    return _center(x)
+
+
+def times_matrix(mean: Tensor, matrix: Tensor) -> Tensor:
+    """``mean @ matrix.T`` in float32: ``[1, K]`` times ``[N, K]`` is ``[N]``."""
+    return _times_matrix(mean, matrix)
+
+
+PatchParts = tuple[Literal["residual", "value"], ...]
+
+
+def patch_columns(
+    x: Tensor, quantized: FP4Tensor, quantizer: Quantizer, channels: Tensor, parts: PatchParts
+) -> FP4Tensor:
+    """The columns that take back the errors of ``channels``, with the global scale of ``quantized``.
+
+    Args:
+        x: ``[rows, columns]``, what was quantised.
+        quantized: the result.
+        quantizer: how.
+        channels: int64 ``[k]``.
+        parts: which columns, in which order: the ``"residual"`` that quantising left, the ``"value"`` itself.
+
+    Returns:
+        ``[rows, len(parts) * k]``, each part padded to whole blocks.
+    """
+    codes, scales = _patch_columns(
+        x,
+        quantized.codes,
+        quantized.scales,
+        quantized.amax,
+        quantized.format.name,
+        quantizer.scale_rule.value,
+        *quantized.shape,
+        channels,
+        "+".join(parts),
+    )
+    return FP4Tensor(
+        codes=codes,
+        scales=scales,
+        amax=quantized.amax,
+        encoded_max=quantized.encoded_max,
+        format=quantized.format,
+        shape=(quantized.shape[0], codes.shape[1] * 2),
+    )
+
+
+def patch_values(x: Tensor, quantized: FP4Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
+    """Residuals and decoded values of ``channels``, both float32 ``[rows, k]``."""
+    return _patch_values(
+        x,
+        quantized.codes,
+        quantized.scales,
+        quantized.amax,
+        quantized.format.name,
+        quantized.encoded_max,
+        *quantized.shape,
+        channels,
+    )
+
+
+def concatenate(left: FP4Tensor, right: FP4Tensor) -> FP4Tensor:
+    """Two matrices of one format and one global scale side by side, each with the columns it was padded to."""
+    codes, scales = _concatenate(left.codes, left.scales, right.codes, right.scales)
+    return FP4Tensor(
+        codes=codes,
+        scales=scales,
+        amax=left.amax,
+        encoded_max=left.encoded_max,
+        format=left.format,
+        shape=(left.shape[0], codes.shape[1] * 2),
+    )
+
+
+def channel_scores(x: Tensor, x_quantized: FP4Tensor, w: Tensor, w_quantized: FP4Tensor, score: str) -> Tensor:
+    """How much the quantisation errors of each channel matter, by the ``HotChannels`` score: float32 ``[K]``."""
+    decoded = (dequantize(x_quantized), dequantize(w_quantized))
+    return _channel_scores(x, decoded[0], w, decoded[1], score)
+
+
+def select_channels(scores: Tensor, count: int) -> Tensor:
+    """The ``count`` channels with the highest scores, ascending: int64 ``[count]``."""
+    return _select_channels(scores, count)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Registration
 # ----------------------------------------------------------------------------------------------------------------------
@@ -282,3 +369,110 @@ def _gemm(
 def _(lhs_codes, *args):  # type: ignore[no-untyped-def]
     m, n, _, dtype = args[-4:]
     return lhs_codes.new_empty((m, n), dtype=dtype)
+
+
+@_operator("center")
+def _center(x: Tensor) -> tuple[Tensor, Tensor]:
+    return reference.center(x)
+
+
+@_center.register_fake
+def _(x):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty((1, x.shape[1]), dtype=torch.float32)
+
+
+@_operator("times_matrix")
+def _times_matrix(mean: Tensor, matrix: Tensor) -> Tensor:
+    return reference.times_matrix(mean, matrix)
+
+
+@_times_matrix.register_fake
+def _(mean, matrix):  # type: ignore[no-untyped-def]
+    return matrix.new_empty((matrix.shape[0],), dtype=torch.float32)
+
+
+@_operator("patch_columns")
+def _patch_columns(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Optional[Tensor],
+    format: str,
+    scale_rule: str,
+    rows: int,
+    columns: int,
+    channels: Tensor,
+    parts: str,
+) -> tuple[Tensor, Tensor]:
+    quantizer = Quantizer(format=FORMATS[format], scale_rule=scale_rule)  # type: ignore[arg-type]
+    encoded_max = quantizer.scale_rule.scale_max * E2M1.max
+    quantized = _rebuild(codes, scales, amax, format, encoded_max, rows, columns)
+    patch = reference.patch_columns(x, quantized, quantizer, channels, tuple(parts.split("+")))
+    return patch.codes, patch.scales
+
+
+@_patch_columns.register_fake
+def _(x, codes, scales, amax, format, scale_rule, rows, columns, channels, parts):  # type: ignore[no-untyped-def]
+    code_shape, scale_shape, scale_dtype = _storage(FORMATS[format], rows, channels.shape[0])
+    count = parts.count("+") + 1
+    return (
+        codes.new_empty((code_shape[0], code_shape[1] * count)),
+        codes.new_empty((scale_shape[0], scale_shape[1] * count), dtype=scale_dtype),
+    )
+
+
+@_operator("patch_values")
+def _patch_values(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Optional[Tensor],
+    format: str,
+    encoded_max: float,
+    rows: int,
+    columns: int,
+    channels: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return reference.patch_values(x, _rebuild(codes, scales, amax, format, encoded_max, rows, columns), channels)
+
+
+@_patch_values.register_fake
+def _(x, codes, scales, amax, format, encoded_max, rows, columns, channels):  # type: ignore[no-untyped-def]
+    shape = (rows, channels.shape[0])
+    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
+
+
+@_operator("concatenate")
+def _concatenate(
+    left_codes: Tensor, left_scales: Tensor, right_codes: Tensor, right_scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    scales = torch.cat([left_scales.view(torch.uint8), right_scales.view(torch.uint8)], dim=1)
+    return torch.cat([left_codes, right_codes], dim=1), scales.view(left_scales.dtype)
+
+
+@_concatenate.register_fake
+def _(left_codes, left_scales, right_codes, right_scales):  # type: ignore[no-untyped-def]
+    return (
+        left_codes.new_empty((left_codes.shape[0], left_codes.shape[1] + right_codes.shape[1])),
+        left_scales.new_empty((left_scales.shape[0], left_scales.shape[1] + right_scales.shape[1])),
+    )
+
+
+@_operator("channel_scores")
+def _channel_scores(x: Tensor, x_decoded: Tensor, w: Tensor, w_decoded: Tensor, score: str) -> Tensor:
+    return reference.channel_scores(x, x_decoded, w, w_decoded, score)
+
+
+@_channel_scores.register_fake
+def _(x, x_decoded, w, w_decoded, score):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[1],), dtype=torch.float32)
+
+
+@_operator("select_channels")
+def _select_channels(scores: Tensor, count: int) -> Tensor:
+    return reference.select_channels(scores, count)
+
+
+@_select_channels.register_fake
+def _(scores, count):  # type: ignore[no-untyped-def]
+    return scores.new_empty((count,), dtype=torch.int64)

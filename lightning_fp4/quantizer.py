@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from lightning_fp4.formats import E4M3, E8M0, FORMATS, NVFP4, BlockFormat
 
@@ -35,6 +36,26 @@ class ScaleRule(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Centering:
+    """Subtract the mean over the tokens before quantising and add its part of the product back (Averis, arXiv 2603.10444).
+
+    Args:
+        mean: ``"exact"`` keeps the means in float32 and multiplies them by the unquantised weight, a matrix-vector
+            product; the cross terms of the weight gradient then vanish. ``"fp4"`` is the paper's form: means rounded to
+            the operand's format, times the quantised weight.
+
+    Raises:
+        ValueError: for another ``mean``.
+    """
+
+    mean: Literal["exact", "fp4"] = "exact"
+
+    def __post_init__(self) -> None:
+        if self.mean not in ("exact", "fp4"):
+            raise ValueError(f"`Centering(mean={self.mean!r})` must be 'exact' or 'fp4'.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quantizer:
     """How one GEMM operand is quantised.
 
@@ -42,6 +63,8 @@ class Quantizer:
         format: block format.
         rounding: :class:`Rounding` or its value as a string.
         scale_rule: :class:`ScaleRule` or its value as a string.
+        center: take the mean over the tokens out first, ``None`` to quantise the tensor as it is. For inputs and output
+            gradients, not for weights.
 
     Raises:
         ValueError: for an unknown name, or a rule that the format or the rounding cannot have.
@@ -50,6 +73,7 @@ class Quantizer:
     format: BlockFormat = NVFP4
     rounding: Rounding = Rounding.NEAREST
     scale_rule: ScaleRule = ScaleRule.RNE
+    center: Centering | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounding", Rounding(self.rounding))
@@ -72,4 +96,5 @@ class Quantizer:
 
     def __str__(self) -> str:
         rounding = "SR" if self.rounding is Rounding.STOCHASTIC else "RTN"
-        return f"{self.format} {rounding} {self.scale_rule.value}"
+        centered = " centered" if self.center else ""
+        return f"{self.format} {rounding} {self.scale_rule.value}{centered}"

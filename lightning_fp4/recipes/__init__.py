@@ -13,9 +13,9 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_fp4.recipes.base import Gemm, Recipe
+from lightning_fp4.recipes.base import Gemm, HotChannels, HotChannelUpdates, LayerRule, Recipe
 
-__all__ = ["Gemm", "Recipe", "get_recipe", "list_recipes"]
+__all__ = ["Gemm", "HotChannelUpdates", "HotChannels", "LayerRule", "Recipe", "get_recipe", "list_recipes"]
 
 
 def _names() -> list[str]:

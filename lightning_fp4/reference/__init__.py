@@ -1,18 +1,35 @@
 """What every operation means, in plain PyTorch. Written to be believed; kernels have to match it."""
 
+from lightning_fp4.reference.centering import center, times_matrix
 from lightning_fp4.reference.gemm import gemm
 from lightning_fp4.reference.hadamard import hadamard_matrix, rotate
+from lightning_fp4.reference.hot_channels import (
+    channel_scores,
+    concatenate,
+    gather,
+    patch_columns,
+    patch_values,
+    select_channels,
+)
 from lightning_fp4.reference.philox import random_bytes
 from lightning_fp4.reference.quantize import decode_blocks, dequantize, global_decode, quantize, transpose
 
 __all__ = [
+    "center",
+    "channel_scores",
+    "concatenate",
     "decode_blocks",
     "dequantize",
+    "gather",
     "gemm",
     "global_decode",
     "hadamard_matrix",
+    "patch_columns",
+    "patch_values",
     "quantize",
     "random_bytes",
     "rotate",
+    "select_channels",
+    "times_matrix",
     "transpose",
 ]

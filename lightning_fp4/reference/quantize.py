@@ -13,13 +13,17 @@ from lightning_fp4.reference import packing, rounding, scaling
 from lightning_fp4.tensor import FP4Tensor
 
 
-def quantize(x: Tensor, quantizer: Quantizer, *, random_bits: Tensor | None = None) -> FP4Tensor:
+def quantize(
+    x: Tensor, quantizer: Quantizer, *, random_bits: Tensor | None = None, amax: Tensor | None = None
+) -> FP4Tensor:
     """Quantise a matrix along its last axis.
 
     Args:
         x: ``[rows, columns]``, float32, bfloat16 or float16, any strides, any size including zero.
         quantizer: how.
         random_bits: uint8 ``[rows, columns padded to blocks]``; needed by stochastic rounding only.
+        amax: what to take for the largest magnitude of the tensor or row, so that it shares another tensor's global
+            scale; measured from ``x`` if not given.
 
     Returns:
         The quantised tensor. NaN and Inf anywhere make what they touch decode to non-finite values, never to plausible
@@ -27,7 +31,8 @@ def quantize(x: Tensor, quantizer: Quantizer, *, random_bits: Tensor | None = No
     """
     block_format = quantizer.format
     encoded_max = quantizer.scale_rule.scale_max * E2M1.max
-    amax = scaling.global_amax(x, block_format)
+    if amax is None:
+        amax = scaling.global_amax(x, block_format)
     global_encode = None if amax is None else scaling.encode_scale(amax, encoded_max)
     block_rows, block_columns = block_format.block
     padded = torch.nn.functional.pad(
