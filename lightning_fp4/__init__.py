@@ -4,8 +4,8 @@ from lightning_fp4.convert import convert_to_fp4, fp4_layers, plan_conversion, r
 from lightning_fp4.formats import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, BlockFormat
 from lightning_fp4.linear import FP4Linear
 from lightning_fp4.precision import FP4Precision
-from lightning_fp4.quantizer import Quantizer, Rounding, ScaleRule
-from lightning_fp4.recipes import Gemm, Recipe, get_recipe, list_recipes
+from lightning_fp4.quantizer import Centering, Quantizer, Rounding, ScaleRule
+from lightning_fp4.recipes import Gemm, HotChannels, HotChannelUpdates, LayerRule, Recipe, get_recipe, list_recipes
 from lightning_fp4.tensor import FP4Tensor
 
 __all__ = [
@@ -20,7 +20,11 @@ __all__ = [
     "get_recipe",
     "Recipe",
     "Gemm",
+    "HotChannels",
+    "HotChannelUpdates",
+    "LayerRule",
     "Quantizer",
+    "Centering",
     "Rounding",
     "ScaleRule",
     "BlockFormat",

@@ -17,8 +17,8 @@ from torch import nn
 
 from lightning_fp4.blocks import BlockStack, block_count, find_block_stacks, is_linear
 from lightning_fp4.linear import FP4Layer, fp4_class, is_conv1d, new_rng_state, original_class
-from lightning_fp4.naming import Role, clean_name, matches, role_of
-from lightning_fp4.recipes import Recipe, get_recipe
+from lightning_fp4.naming import Role, clean_name, is_linear_attention, matches, role_of
+from lightning_fp4.recipes import LayerRule, Recipe, get_recipe
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +38,15 @@ class LayerChoice:
         name: clean qualified name.
         module: the layer.
         reason: why it stays in high precision, ``None`` if it runs in FP4.
+        recipe: what it uses in place of the model's recipe by one of that recipe's rules, ``None`` if none applies.
+        rule: the reason that this rule gives.
     """
 
     name: str
     module: nn.Module
     reason: str | None
+    recipe: Recipe | None = None
+    rule: str | None = None
 
     @property
     def size(self) -> int:
@@ -91,6 +95,12 @@ class ConversionReport:
                 names[choice.reason].append(choice.name)
             reasons = (f"{abbreviate(group)} ({reason})" for reason, group in names.items())
             text += f", kept {len(self.kept)} in high precision: {'; '.join(reasons)}"
+        ruled = defaultdict(list)
+        for choice in self.converted:
+            if choice.rule is not None:
+                ruled[choice.rule].append(choice.name)
+        if ruled:
+            text += f". By rule: {'; '.join(f'{abbreviate(group)} ({rule})' for rule, group in ruled.items())}"
         if self.stacks:
             text += f". Transformer blocks: {', '.join(map(str, self.stacks))}"
         return text
@@ -105,6 +115,7 @@ class ConversionReport:
             for gemm, path in gemms.items():
                 paths[f"{gemm}:{path}"] += 1
             recipe = module.fp4_recipe.name if isinstance(module, FP4Layer) else self.recipe
+            rule = {} if choice.rule is None else {"rule": choice.rule}
             converted.append(
                 {
                     "name": choice.name,
@@ -112,6 +123,7 @@ class ConversionReport:
                     "recipe": recipe,
                     "gemm_paths": gemms,
                     "ran": bool(gemms),
+                    **rule,
                 }
             )
         return {
@@ -154,6 +166,7 @@ def plan_conversion(
     found = [(clean_name(name), module) for name, module in model.named_modules() if is_linear(module)]
     stacks = find_block_stacks(model)
     shared, vocabulary = _embedding_owners(model), _vocabulary_sizes(model)
+    find_rule = _rule_finder(model, recipe)
 
     def default_reason(name: str, module: nn.Module) -> str | None:
         if not lora_adapters and any(part.startswith(_ADAPTER_PREFIX) for part in name.split(".")):
@@ -176,7 +189,8 @@ def plan_conversion(
             return "layers='mlp'"
         if layers == "mlp+attention_output" and not (role.is_mlp or role is Role.ATTENTION_OUTPUT):
             return "layers='mlp+attention_output'"
-        return None
+        rule = find_rule(name)
+        return rule.reason if rule is not None and rule.recipe is None else None
 
     choices = []
     for name, module in found:
@@ -191,7 +205,17 @@ def plan_conversion(
                 reason = None if filter_fn(module, name) else "filter_fn"
             elif reason is None:
                 reason = default_reason(name, module)
-        choices.append(LayerChoice(name=name, module=module, reason=reason))
+        rule = find_rule(name) if reason is None else None
+        ruled = rule is not None and rule.recipe is not None
+        choices.append(
+            LayerChoice(
+                name=name,
+                module=module,
+                reason=reason,
+                recipe=rule.recipe if rule is not None else None,
+                rule=rule.reason if rule is not None and ruled else None,
+            )
+        )
     report = ConversionReport(
         recipe=recipe.name,
         choices=tuple(choices),
@@ -223,7 +247,8 @@ def convert_to_fp4(
 
     Only the layers' classes change: parameters, ties, hooks, ``requires_grad``, train/eval mode and state-dict keys
     stay. Layers that are FP4 already keep their recipe. Without ``filter_fn``, these stay in high precision: output
-    heads, weights tied to an embedding, LoRA adapters, and the first and last blocks that the recipe asks for.
+    heads, weights tied to an embedding, LoRA adapters, the first and last blocks that the recipe asks for, and the
+    layers that one of its rules names.
 
     Args:
         model: any module; the outermost ``ModuleList``/``Sequential`` of like blocks is taken as its block stack.
@@ -276,7 +301,7 @@ def apply_plan(report: ConversionReport, recipe: Recipe, seed: int | None = None
         weight: Any = module.weight
         module.__class__ = fp4_class(type(module))
         assert isinstance(module, FP4Layer)
-        module.fp4_recipe = recipe
+        module.fp4_recipe = choice.recipe or recipe
         module.fp4_rng_state = rng_state if weight.is_meta else rng_state.to(weight.device)
         module.fp4_gemm_paths = {}
 
@@ -307,18 +332,21 @@ def set_recipe(
 
     Args:
         model: a converted model, or one FP4 layer.
-        recipe: the new recipe. ``"high_precision"`` makes the layers compute like ``nn.Linear``.
+        recipe: the new recipe. ``"high_precision"`` makes the layers compute like ``nn.Linear``. Its rules apply; a layer
+            that a rule keeps in high precision computes like ``nn.Linear``.
         filter_fn: ``filter_fn(module, name)`` chooses the layers, all if not given.
 
     Returns:
         The recipes before, by layer name.
     """
     recipe = get_recipe(recipe)
+    find_rule = _rule_finder(model, recipe)
     before = {}
     for name, module in fp4_layers(model).items():
         if filter_fn is None or filter_fn(module, name):
             before[name] = module.fp4_recipe
-            module.fp4_recipe = recipe
+            rule = find_rule(name)
+            module.fp4_recipe = recipe if rule is None else rule.recipe or recipe.in_high_precision()
     return before
 
 
@@ -355,6 +383,32 @@ def _obstacle(module: nn.Module) -> str | None:
     if module.weight.dtype not in _DTYPES:
         return f"its weight is {module.weight.dtype}"
     return None
+
+
+def _rule_finder(model: nn.Module, recipe: Recipe) -> Callable[[str], LayerRule | None]:
+    """A function from a layer's clean name to the first rule of ``recipe`` that applies to it."""
+    classes = {clean_name(name): type(module).__name__ for name, module in model.named_modules()}
+
+    def in_linear_attention(name: str) -> bool:
+        # Names and classes of the modules around the layer; the first that is attention at all decides.
+        parts = name.split(".")[:-1]
+        for end in range(len(parts), 0, -1):
+            labels = (parts[end - 1], classes.get(".".join(parts[:end]), ""))
+            if any(is_linear_attention(label) for label in labels):
+                return True
+            if any("attention" in label.lower() or "attn" in label.lower() for label in labels):
+                # A gate's key projection beside queries and keys is a mark of linear attention by itself.
+                prefix = ".".join(parts[:end])
+                return any(known.startswith(f"{prefix}.gk_proj") for known in classes)
+        return False
+
+    def find(name: str) -> LayerRule | None:
+        if not recipe.rules:
+            return None
+        role, linear = role_of(name), in_linear_attention(name)
+        return next((rule for rule in recipe.rules if rule.applies(name, role, linear_attention=linear)), None)
+
+    return find
 
 
 def _embedding_owners(model: nn.Module) -> dict[int, str]:

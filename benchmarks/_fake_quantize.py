@@ -1,0 +1,246 @@
+"""A recipe's three GEMMs with values rounded to the FP4 grid but multiplied as BF16: fast under ``torch.compile``.
+
+It reads the same :class:`Recipe` as the package and rounds like its reference, with three differences, each far below the
+error of FP4 itself: decoded values are rounded to the compute dtype (BF16: 2^-9), the random bits come from ``torch.rand``,
+and a compiler may reorder float32 operations (a tie may round the other way). ``tests/benchmarks`` holds it to the package's
+own layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp4.formats import E2M1, E4M3
+from lightning_fp4.quantizer import Quantizer, Rounding, ScaleRule
+from lightning_fp4.recipes import Gemm, HotChannels, Recipe
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def round_e4m3(x: Tensor, *, up: bool = False) -> Tensor:
+    """Round non-negative float32 to E4M3 values (to nearest even, or ``up``), saturating at 448; stays float32."""
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^floor(log2 x), by its bits
+    quantum = power.clamp(min=2.0**-6) * 2.0**-3
+    steps = x / quantum
+    return ((torch.ceil(steps) if up else torch.round(steps)) * quantum).clamp(max=E4M3.max)
+
+
+def round_e2m1(x: Tensor, *, stochastic: bool = False) -> Tensor:
+    """Round float32 to E2M1 values, to nearest even or stochastically with eight random bits; saturates at 6."""
+    magnitude = x.abs().clamp(max=E2M1.max)
+    spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    steps = magnitude / spacing
+    if stochastic:
+        steps = torch.floor(steps + torch.floor(torch.rand_like(steps) * 256) * (1 / 256))
+    else:
+        steps = torch.round(steps)
+    return torch.copysign((steps * spacing).clamp(max=E2M1.max), x)
+
+
+def quantize_dequantize(x: Tensor, quantizer: Quantizer, *, axis: int, amax: Tensor | None = None) -> Tensor:
+    """What a matrix becomes by quantising and decoding it.
+
+    Args:
+        x: ``[rows, columns]``; both a multiple of the block's sides.
+        quantizer: how; NVFP4 formats with a scale per tensor.
+        axis: the contraction axis, along which the blocks lie.
+        amax: largest magnitude to take for the global scale, of ``x`` if not given.
+
+    Returns:
+        float32 ``[rows, columns]``.
+
+    Raises:
+        ValueError: for sizes that are no multiple of the block.
+    """
+    block_format = quantizer.format
+    assert block_format.global_scale == "tensor"
+    rows, columns = block_format.block if axis == 1 else block_format.block[::-1]
+    if x.shape[0] % rows or x.shape[1] % columns:
+        raise ValueError(f"The fake path needs multiples of {rows}x{columns}, got a matrix {tuple(x.shape)}.")
+    values = x.float().reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+    amax = x.abs().amax().float() if amax is None else amax
+    encoded_max = quantizer.scale_rule.scale_max * E2M1.max
+    encode = (encoded_max / amax).clamp(max=_FLOAT32_MAX)
+    encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)
+    wanted = values.abs().amax(dim=(1, 3), keepdim=True) * (encode * (1.0 / E2M1.max))
+    stochastic = quantizer.rounding is Rounding.STOCHASTIC
+
+    def codes(scale: Tensor) -> Tensor:
+        factor = (1.0 / (scale * (1.0 / encode))).clamp(max=_FLOAT32_MAX)
+        return round_e2m1(values * factor, stochastic=stochastic)
+
+    scale = round_e4m3(wanted, up=quantizer.scale_rule is ScaleRule.UNBIASED)
+    code = codes(scale)
+    if quantizer.scale_rule is ScaleRule.FOUR_OVER_SIX:
+        scale_4 = round_e4m3(wanted * 1.5)
+        code_4 = codes(scale_4)
+
+        def error(code: Tensor, scale: Tensor) -> Tensor:
+            decoded = code * (scale * amax) * (1.0 / encoded_max)
+            return (decoded - values).square().sum(dim=(1, 3), keepdim=True)
+
+        pick_4 = error(code_4, scale_4) < error(code, scale)
+        code, scale = torch.where(pick_4, code_4, code), torch.where(pick_4, scale_4, scale)
+    return (code * (scale * amax * (1.0 / encoded_max))).reshape(x.shape)
+
+
+def rotate_tokens(x: Tensor, matrix: Tensor | None) -> Tensor:
+    """``x`` ``[tokens, features]`` with groups of tokens rotated by an orthogonal ``matrix``; tokens in whole groups."""
+    if matrix is None:
+        return x
+    size = matrix.shape[0]
+    groups = x.reshape(x.shape[0] // size, size, x.shape[1])
+    return torch.matmul(matrix.T.to(x.dtype), groups).reshape(x.shape)
+
+
+def center(x: Tensor, quantizer: Quantizer | None, *, axis: int) -> tuple[Tensor, Tensor | None]:
+    """``(x - mean, mean)`` as the quantiser asks; the mean is float32 ``[1, features]`` over tokens, or ``None``."""
+    if quantizer is None or quantizer.center is None:
+        return x, None
+    mean = x.float().mean(dim=0, keepdim=True)
+    rest = (x.float() - mean).to(x.dtype)
+    if quantizer.center.mean == "fp4":
+        # One row: its blocks lie along the features whatever the axis of the rest.
+        mean = quantize_dequantize(mean, _nearest(quantizer), axis=1)
+    return rest, mean
+
+
+def _nearest(quantizer: Quantizer) -> Quantizer:
+    return dataclasses.replace(quantizer, rounding=Rounding.NEAREST, center=None)
+
+
+def _operand(x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype, *, axis: int) -> Tensor:
+    return (x if quantizer is None else quantize_dequantize(x, quantizer, axis=axis)).to(dtype)
+
+
+def _mean_term(mean: Tensor, gemm: Gemm, weight: Tensor, quantized: Tensor) -> Tensor:
+    """``mean @ matrix.T`` as float32 ``[1, N]``, elementwise so that autocast leaves it alone."""
+    assert gemm.lhs is not None
+    assert gemm.lhs.center is not None
+    matrix = weight if gemm.lhs.center.mean == "exact" else quantized
+    return (matrix.float() * mean).sum(dim=1)[None]
+
+
+def _patch(
+    out: Tensor, x: Tensor, xq: Tensor, w: Tensor, wq: Tensor, gemm: Gemm, hot: HotChannels, channels: Tensor
+) -> Tensor:
+    """``out`` plus the Hot-Channel Patch."""
+    assert gemm.lhs is not None
+    assert gemm.rhs is not None
+    sides = []
+    for matrix, quantized, quantizer in ((x, xq, gemm.lhs), (w, wq, gemm.rhs)):
+        value, decoded = matrix[:, channels].float(), quantized[:, channels]
+        residual = value - decoded
+        if hot.mode == "high_precision":
+            sides.append((residual, decoded))
+            continue
+        amax = matrix.abs().amax().float()
+        parts = (quantize_dequantize(part, _nearest(quantizer), axis=1, amax=amax) for part in (residual, value))
+        sides.append(tuple(parts))
+    (x_residual, x_value), (w_residual, w_value) = sides
+    pairs = []
+    if hot.operands in ("both", "activations"):
+        pairs.append((x_residual, w_value))
+    if hot.operands in ("both", "weights"):
+        pairs.append((x_value, w_residual))
+    left = torch.cat([a for a, _ in pairs], dim=1).to(out.dtype)
+    right = torch.cat([b for _, b in pairs], dim=1).to(out.dtype)
+    return torch.addmm(out, left, right.T)
+
+
+class _FakeLinear(torch.autograd.Function):
+    """The three GEMMs; ``x`` is ``[tokens, K]`` in the compute dtype, ``weight`` ``[N, K]`` in its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, channels: Tensor | None, hadamard: Tensor | None, recipe: Recipe
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.hadamard = hadamard
+        ctx.recipe = recipe
+        gemm = recipe.fprop or Gemm()
+        rest, mean = center(x, gemm.lhs, axis=1)
+        xq = rest if gemm.lhs is None else quantize_dequantize(rest, gemm.lhs, axis=1)
+        wq = weight if gemm.rhs is None else quantize_dequantize(weight, gemm.rhs, axis=1)
+        out = torch.mm(xq.to(x.dtype), wq.to(x.dtype).T)
+        if gemm.hot_channels is not None and channels is not None and channels.shape[0] > 0:
+            out = _patch(out, rest, xq, weight, wq, gemm, gemm.hot_channels, channels)
+        if mean is not None:
+            out = (out + _mean_term(mean, gemm, weight, wq)).to(x.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dtype = x.dtype
+        gemm = ctx.recipe.dgrad or Gemm()
+        rest, mean = center(grad_output, gemm.lhs, axis=1)
+        wq = weight if gemm.rhs is None else quantize_dequantize(weight, gemm.rhs, axis=0)
+        grad_x = torch.mm(_operand(rest, gemm.lhs, dtype, axis=1), wq.to(dtype))
+        if mean is not None:
+            grad_x = (grad_x + _mean_term(mean, gemm, weight.T, wq.T)).to(dtype)
+        gemm = ctx.recipe.wgrad or Gemm()
+        hadamard = ctx.hadamard if gemm.hadamard else None
+        d_rest, d_mean = center(grad_output, gemm.lhs, axis=0)
+        x_rest, x_mean = center(x, gemm.rhs, axis=0)
+        dq = _operand(rotate_tokens(d_rest, hadamard), gemm.lhs, dtype, axis=0)
+        xq = _operand(rotate_tokens(x_rest, hadamard), gemm.rhs, dtype, axis=0)
+        grad_weight = torch.mm(dq.T, xq).to(weight.dtype)
+        if d_mean is not None and x_mean is not None:
+            grad_weight = (grad_weight + d_mean.T * x.shape[0] * x_mean).to(weight.dtype)
+        return grad_x, grad_weight, None, None, None
+
+
+class FakeFP4Linear(nn.Linear):
+    """An ``nn.Linear`` without bias whose class was swapped by :func:`fake_convert`."""
+
+    recipe: Recipe
+    hadamard: Tensor | None
+    channels: Tensor | None
+    scores: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` is ``[..., K]``; computes in the autocast dtype if autocast is on."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        flat = x.reshape(-1, x.shape[-1]).to(dtype)
+        if self.scores is not None:
+            self.scores += channel_scores(flat, self.weight, self.recipe)
+        out = _FakeLinear.apply(flat, self.weight, self.channels, self.hadamard, self.recipe)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+@torch.no_grad()
+def channel_scores(x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+    """The score of ``recipe.fprop.hot_channels`` for each of the ``K`` channels."""
+    gemm = recipe.fprop
+    assert gemm is not None
+    assert gemm.lhs is not None
+    assert gemm.rhs is not None
+    assert gemm.hot_channels is not None
+    rest, _ = center(x, gemm.lhs, axis=1)
+    error_x = (rest.float() - quantize_dequantize(rest, _nearest(gemm.lhs), axis=1)).abs().mean(0)
+    error_w = (weight.float() - quantize_dequantize(weight, _nearest(gemm.rhs), axis=1)).abs().mean(0)
+    if gemm.hot_channels.score == "error":
+        return error_x + error_w
+    norm_x = rest.float().norm(dim=0) / rest.shape[0] ** 0.5
+    return error_x * weight.float().norm(dim=0) + error_w * norm_x
+
+
+def fake_convert(layer: nn.Linear, recipe: Recipe, hadamard: Tensor | None) -> None:
+    """Make one bias-free linear layer compute through the fake path, in place.
+
+    Args:
+        layer: the layer.
+        recipe: how.
+        hadamard: the rotation of the weight gradient on the layer's device, used if the recipe rotates.
+    """
+    if layer.bias is not None:
+        raise ValueError("The fake path has no bias. Use `nn.Linear(..., bias=False)`.")
+    layer.__class__ = FakeFP4Linear
+    assert isinstance(layer, FakeFP4Linear)
+    layer.recipe, layer.hadamard, layer.channels, layer.scores = recipe, hadamard, None, None

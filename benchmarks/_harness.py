@@ -1,0 +1,58 @@
+"""What every benchmark shares: which device and versions, results as JSON that grow run by run, tables as Markdown."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def pick_device(name: str | None = None) -> torch.device:
+    """The device called ``name``, or a GPU if there is one."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def describe_device(device: torch.device) -> str:
+    """The device as a table shows it, for example ``"NVIDIA H200"`` or ``"CPU (x86_64)"``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "lightning", "lightning_fp4"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def load_results(path: Path) -> list[dict[str, Any]]:
+    """The records in a results file, none if there is no such file."""
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def append_result(path: Path, record: Mapping[str, Any]) -> None:
+    """Add one record to a results file, which is complete after every call."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records = [*load_results(path), dict(record)]
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(records, indent=1) + "\n")
+    partial.replace(path)
+
+
+def markdown_table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Rows as a Markdown table; a missing or ``None`` cell stays empty."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = ("" if row.get(column) is None else str(row[column]) for column in columns)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
