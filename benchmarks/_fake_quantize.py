@@ -23,17 +23,18 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 def round_e4m3(x: Tensor, *, up: bool = False) -> Tensor:
     """Round non-negative float32 to E4M3 values (to nearest even, or ``up``), saturating at 448; stays float32."""
-    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^floor(log2 x), by its bits
-    quantum = power.clamp(min=2.0**-6) * 2.0**-3
-    steps = x / quantum
-    return ((torch.ceil(steps) if up else torch.round(steps)) * quantum).clamp(max=E4M3.max)
+    # 2^floor(log2 x), at least 2^-6, and its reciprocal by their bits: a compiler's division may be approximate.
+    bits = (x.view(torch.int32) & 0x7F800000).clamp(min=(127 - 6) << 23)
+    power, reciprocal = bits.view(torch.float32), (0x7F000000 - bits).view(torch.float32)
+    steps = x * (reciprocal * 8)
+    return ((torch.ceil(steps) if up else torch.round(steps)) * (power * 0.125)).clamp(max=E4M3.max)
 
 
 def round_e2m1(x: Tensor, *, stochastic: bool = False) -> Tensor:
     """Round float32 to E2M1 values, to nearest even or stochastically with eight random bits; saturates at 6."""
     magnitude = x.abs().clamp(max=E2M1.max)
     spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    steps = magnitude / spacing
+    steps = magnitude * torch.where(magnitude < 2, 2.0, torch.where(magnitude < 4, 1.0, 0.5))
     if stochastic:
         steps = torch.floor(steps + torch.floor(torch.rand_like(steps) * 256) * (1 / 256))
     else:

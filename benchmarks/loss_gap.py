@@ -242,11 +242,9 @@ class Converted:
     def __init__(self, model: nn.Module, recipe: Recipe, *, real: bool, seed: int, device: torch.device) -> None:
         self.fp4_share = 0.0
         self.layers: dict[str, Any] = {}
-        self.model = model
         if not recipe.quantizes:
             return
         plan = plan_conversion(model, recipe)
-        self.kept = sorted({str(choice.reason) for choice in plan.kept})
         self.fp4_share = plan.flops_share
         if real:
             apply_plan(plan, recipe, seed)
@@ -299,10 +297,10 @@ def learning_rate(step: int, options: argparse.Namespace) -> float:
 
 
 def evaluate(model: nn.Module, text: Text, starts: Tensor, batch: int, context: Callable[[], Any]) -> float:
-    """Mean loss over the held-out windows."""
+    """Mean loss over the held-out windows, without compilation (another batch size would compile everything again)."""
     model.eval()
     losses, counts = [], []
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for part in starts.split(batch):
             with context():
                 losses.append(model(text.batch(part)).float() * len(part))
@@ -340,7 +338,7 @@ def train(recipe: Recipe, finish: float | None, text: Text, seed: int, options: 
     if options.compile:
         torch.compiler.reset()
         for block in model.blocks:
-            block.compile()
+            block.compile(dynamic=False)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     curve: list[tuple[int, float]] = []
