@@ -1,6 +1,6 @@
 """How much loss does each recipe cost against BF16? Train one small GPT under every recipe, on the same bytes in the same order.
 
-    python benchmarks/loss_gap.py --text /usr/share/doc --budget-seconds 540
+    PYTHONPATH=. python benchmarks/loss_gap.py --text /usr/share/doc --budget-seconds 540
     python benchmarks/loss_gap.py --report                      # the table and the plot from the results so far
 
 The model reads bytes. A run is one variant (a recipe, and which layers stay in high precision) with one seed; finished runs
