@@ -34,8 +34,8 @@ from lightning_fp4.recipes.chon import POST_QK_PROTECTION
 from lightning_fp4.reference import hadamard_matrix, select_channels
 
 sys.path.insert(0, str(Path(__file__).parent))
-import _fake_quantize as fake  # noqa: E402
-import _harness as harness  # noqa: E402
+import _fake_quantize as fake
+import _harness as harness
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"name": "high_precision"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, FP4Tensor, Gemm, Quantizer, matmul, ops, reference
-from lightning_fp4.matmul import Operand
+from lightning_fp4.matmul import Operand, Side
 from tests.helpers import relative_error, same_bits
 
 RNE, SQUARE = Quantizer(format=NVFP4), Quantizer(format=NVFP4_2D)
@@ -25,10 +25,10 @@ def test_operands_of_a_gemm():
 
 def test_high_precision_operands_pass_through(device):
     x = torch.randn(5, 8, device=device)
-    assert matmul.quantize_rows(x, _operand(None)) is x
+    assert matmul.quantize_rows(x, _operand(None)).matrix is x
     rows, columns = matmul.quantize_both(x, _operand(None), _operand(None))
-    assert rows is x
-    assert torch.equal(columns, x.T)
+    assert rows.matrix is x
+    assert torch.equal(columns.matrix, x.T)
 
 
 @pytest.mark.parametrize("hadamard", [None, 16])
@@ -37,10 +37,10 @@ def test_both_forms_are_those_of_the_reference(quantizers, hadamard, device):
     """Square blocks come from one quantisation, and it gives the same as two."""
     x = torch.randn(33, 48, device=device)
     rows, columns = matmul.quantize_both(x, _operand(quantizers[0]), _operand(quantizers[1], hadamard))
-    assert same_bits(ops.dequantize(rows), reference.dequantize(reference.quantize(x, quantizers[0])))
+    assert same_bits(ops.dequantize(rows.matrix), reference.dequantize(reference.quantize(x, quantizers[0])))
     turned = reference.rotate(x.T, hadamard) if hadamard else x.T
     expected = reference.dequantize(reference.quantize(turned, quantizers[1]))
-    assert same_bits(ops.dequantize(columns), expected[:, :33])
+    assert same_bits(ops.dequantize(columns.matrix), expected[:, :33])
 
 
 def test_square_blocks_are_quantised_once(monkeypatch):
@@ -58,7 +58,7 @@ def test_stochastic_square_blocks_draw_for_each_form():
     quantizer = Quantizer(format=NVFP4_2D, rounding="stochastic", scale_rule="unbiased")
     seed = torch.tensor([5, 0])
     rows, columns = matmul.quantize_both(torch.randn(32, 32), _operand(quantizer), _operand(quantizer, stream=1), seed)
-    assert not torch.equal(ops.dequantize(rows).T, ops.dequantize(columns))
+    assert not torch.equal(ops.dequantize(rows.matrix).T, ops.dequantize(columns.matrix))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,7 +68,7 @@ def test_multiply_quantised(dtype, device):
         lhs, rhs = matmul.quantize_rows(a, _operand(quantizer)), matmul.quantize_rows(b, _operand(quantizer))
         out = matmul.multiply(lhs, rhs, bias, dtype)
         assert out.dtype is dtype
-        expected = ops.dequantize(lhs).double() @ ops.dequantize(rhs).double().T + bias.double()
+        expected = ops.dequantize(lhs.matrix).double() @ ops.dequantize(rhs.matrix).double().T + bias.double()
         # One rounding to dtype, and 40 float32 additions.
         torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
         assert matmul.multiply(lhs, rhs, bias, dtype, torch.float32).dtype is torch.float32
@@ -76,12 +76,12 @@ def test_multiply_quantised(dtype, device):
 
 def test_multiply_with_one_plain_operand(device):
     a, b = torch.randn(17, 40, device=device), torch.randn(8, 40, device=device)
-    quantized = matmul.quantize_rows(a, _operand(RNE))
-    assert isinstance(quantized, FP4Tensor)
-    expected = ops.dequantize(quantized) @ b.T
+    quantized, plain = matmul.quantize_rows(a, _operand(RNE)), Side(matrix=b)
+    assert isinstance(quantized.matrix, FP4Tensor)
+    expected = ops.dequantize(quantized.matrix) @ b.T
     # Order of float32 sums of 40 terms.
-    torch.testing.assert_close(matmul.multiply(quantized, b, None, torch.float32), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(matmul.multiply(b, quantized, None, torch.float32), expected.T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(matmul.multiply(quantized, plain, None, torch.float32), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(matmul.multiply(plain, quantized, None, torch.float32), expected.T, rtol=1e-5, atol=1e-5)
     assert relative_error(expected, a @ b.T) > 0.03  # the quantised side did lose precision
 
 

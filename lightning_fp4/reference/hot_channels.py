@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp4.quantizer import Quantizer, Rounding
-from lightning_fp4.reference import packing, rounding
+from lightning_fp4.reference import rounding
 from lightning_fp4.reference.quantize import quantize
 from lightning_fp4.tensor import FP4Tensor
 

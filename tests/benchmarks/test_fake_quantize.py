@@ -11,7 +11,7 @@ from lightning_fp4.recipes import get_recipe
 from lightning_fp4.reference import hadamard_matrix, rounding
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import _fake_quantize as fake  # noqa: E402
+import _fake_quantize as fake
 
 NEAREST = {"stochastic_rounding": False}
 RECIPES = [
