@@ -1,9 +1,9 @@
 """A recipe's three GEMMs with values rounded to the FP4 grid but multiplied as BF16: fast under ``torch.compile``.
 
-It reads the same :class:`Recipe` as the package and rounds like its reference, with three differences, each far below the
-error of FP4 itself: decoded values are rounded to the compute dtype (BF16: 2^-9), the random bits come from ``torch.rand``,
-and a compiler may reorder float32 operations (a tie may round the other way). ``tests/benchmarks`` holds it to the package's
-own layers.
+It reads the same :class:`Recipe` as the package and rounds like its reference, with three differences, each far below
+the error of FP4 itself: decoded values are rounded to the compute dtype (BF16: 2^-9), the random bits come from
+``torch.rand``, and a compiler may reorder float32 operations (a tie may round the other way). ``tests/benchmarks`` holds
+it to the package's own layers.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def quantize_dequantize(x: Tensor, quantizer: Quantizer, *, axis: int, amax: Ten
 
 
 def rotate_tokens(x: Tensor, matrix: Tensor | None) -> Tensor:
-    """``x`` ``[tokens, features]`` with groups of tokens rotated by an orthogonal ``matrix``; tokens in whole groups."""
+    """``x`` ``[tokens, features]`` with groups of tokens rotated by ``matrix``; the tokens fill whole groups."""
     if matrix is None:
         return x
     size = matrix.shape[0]

@@ -1,12 +1,12 @@
-"""How much loss does each recipe cost against BF16? Train one small GPT under every recipe, on the same bytes in the same order.
+"""How much loss does each recipe cost against BF16? Train one small GPT under every recipe, on the same bytes in order.
 
     PYTHONPATH=. python benchmarks/loss_gap.py --text /usr/share/doc --budget-seconds 540
     python benchmarks/loss_gap.py --report                      # the table and the plot from the results so far
 
-The model reads bytes. A run is one variant (a recipe, and which layers stay in high precision) with one seed; finished runs
-are kept in ``results/loss_gap.json`` and not repeated, so a long list can be done in several calls. By default values are
-rounded to the FP4 grid and multiplied as BF16 (``--path fake``), which is what makes this fast; ``--path real`` runs the
-package's own FP4 layers.
+The model reads bytes. A run is one variant (a recipe, and which layers stay in high precision) with one seed; finished
+runs are kept in ``results/loss_gap.json`` and not repeated, so a long list can be done in several calls. By default
+values are rounded to the FP4 grid and multiplied as BF16 (``--path fake``), which is what makes this fast; ``--path
+real`` runs the package's own FP4 layers.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def layer_choice(recipe: Recipe, layers: str) -> Recipe:
 
     Args:
         recipe: the recipe.
-        layers: ``"all"`` for every linear layer of every block in FP4, ``"protected"`` for all but the last block and the
-            layers behind the attention scores, ``"recipe"`` for the recipe's own choice.
+        layers: ``"all"`` for every linear layer of every block in FP4, ``"protected"`` for all but the last block and
+            the layers behind the attention scores, ``"recipe"`` for the recipe's own choice.
     """
     kept = tuple(rule for rule in recipe.rules if rule.recipe is not None)
     if layers == "all":
@@ -176,7 +176,7 @@ class ByteGPT(nn.Module):
 
 
 def read_text(paths: Sequence[Path], max_bytes: int) -> bytes:
-    """All text below ``paths``, ``.gz`` files unpacked, in the order of the files' names; files with NUL are skipped."""
+    """All text below ``paths`` in the order of the files' names; ``.gz`` is unpacked, files with NUL are skipped."""
     pieces, total = [], 0
     files = sorted(f for path in paths for f in ([path] if path.is_file() else path.rglob("*")) if f.is_file())
     for file in files:
@@ -211,8 +211,8 @@ class Text:
         starts = torch.arange(0, self.data.numel() - self.window, self.window - 1)
         if len(starts) <= self.held_out:
             raise ValueError(
-                f"The text has {self.data.numel()} bytes, which are {len(starts)} windows of {self.window}: not more than "
-                f"the {self.held_out} held out. Give more text, or a smaller --held-out or --context."
+                f"The text has {self.data.numel()} bytes, which are {len(starts)} windows of {self.window}: not more "
+                f"than the {self.held_out} held out. Give more text, or a smaller --held-out or --context."
             )
         held_out = torch.zeros(len(starts), dtype=torch.bool)
         held_out[torch.linspace(0, len(starts) - 1, self.held_out).long()] = True
@@ -396,8 +396,8 @@ def _synchronize(device: torch.device) -> None:
 def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each variant and choice of layers, the smallest increase over BF16 first within each choice.
 
-    The increase is taken seed by seed against BF16 with that seed (same initial weights, same windows), so what seeds have
-    in common drops out; the spread is half the range of those increases.
+    The increase is taken seed by seed against BF16 with that seed (same initial weights, same windows), so what seeds
+    have in common drops out; the spread is half the range of those increases.
     """
     rows = []
     groups: dict[tuple, list[dict[str, Any]]] = {}
@@ -433,7 +433,10 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["_order"])
 
 
-_COLUMNS = ("variant", "layers", "path", "seeds", "loss", "increase %", "spread ±%", "FP4 share %", "Mtokens/s", "peak GiB")
+_COLUMNS = (
+    *("variant", "layers", "path", "seeds", "loss", "increase %", "spread ±%", "FP4 share %", "Mtokens/s"),
+    "peak GiB",
+)
 
 
 def write_report(results: Path) -> str:
@@ -514,7 +517,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--log-every", type=int, default=25)
     add("--budget-seconds", type=float, default=math.inf, help="start no run that would not end within this")
     add("--device", default=None)
-    add("--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile the blocks (on a GPU: yes)")
+    add("--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile (on a GPU: yes)")
     add("--results", type=Path, default=harness.RESULTS / "loss_gap.json")
     add("--report", action="store_true", help="only write the table and the plot from the results")
     return parser.parse_args(arguments)

@@ -332,8 +332,8 @@ def set_recipe(
 
     Args:
         model: a converted model, or one FP4 layer.
-        recipe: the new recipe. ``"high_precision"`` makes the layers compute like ``nn.Linear``. Its rules apply; a layer
-            that a rule keeps in high precision computes like ``nn.Linear``.
+        recipe: the new recipe. ``"high_precision"`` makes the layers compute like ``nn.Linear``. Its rules apply; a
+            layer that a rule keeps in high precision computes like ``nn.Linear``.
         filter_fn: ``filter_fn(module, name)`` chooses the layers, all if not given.
 
     Returns:

@@ -1,4 +1,4 @@
-"""One matrix product as a recipe says: centre, rotate, quantise, multiply, patch. Every product here is ``lhs @ rhs.T``."""
+"""One matrix product as a recipe says: centre, rotate, quantise, multiply, patch. Each product is ``lhs @ rhs.T``."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def quantize_both(x: Tensor, rows: Operand, columns: Operand, seed: Tensor | Non
     source, mean = _center(x, rows.quantizer)
     by_rows = _rows(source, mean, rows, seed)
     same = rows.quantizer == columns.quantizer and rows.hadamard is None and columns.hadamard is None
-    matrix = by_rows.matrix
-    if same and not rows.stochastic and isinstance(matrix, FP4Tensor) and matrix.format.block[0] == matrix.format.block[1]:
+    matrix, block = by_rows.matrix, rows.quantizer.format.block
+    if same and not rows.stochastic and isinstance(matrix, FP4Tensor) and block[0] == block[1]:
         return by_rows, Side(matrix=ops.transpose(matrix), mean=by_rows.mean)
     return by_rows, _columns(source, mean, columns, seed)
 
@@ -187,7 +187,7 @@ def patched_multiply(
     bias: Tensor | None,
     compute_dtype: torch.dtype,
 ) -> Tensor:
-    """:func:`multiply` with the errors of the hot ``channels`` (int64 ``[k]``, or ``None``) patched as ``gemm`` says."""
+    """:func:`multiply` with the errors of the hot ``channels`` (int64 ``[k]`` or ``None``) patched as ``gemm`` says."""
     hot = gemm.hot_channels if gemm else None
     if hot is None or channels is None or channels.shape[0] == 0:
         return multiply(lhs, rhs, bias, compute_dtype)

@@ -133,7 +133,7 @@ def gemm(lhs: FP4Tensor, rhs: FP4Tensor, bias: Tensor | None, dtype: torch.dtype
 
 
 def center(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split ``x`` ``[tokens, features]`` into the rest (its dtype) and its mean over tokens, float32 ``[1, features]``."""
+    """Split ``x`` ``[tokens, features]`` into the rest, in its dtype, and the mean, float32 ``[1, features]``."""
     return _center(x)
 
 

@@ -37,7 +37,7 @@ class ScaleRule(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Centering:
-    """Subtract the mean over the tokens before quantising and add its part of the product back (Averis, arXiv 2603.10444).
+    """Subtract the mean over the tokens before quantising, add its part of the product back (Averis, arXiv 2603.10444).
 
     Args:
         mean: ``"exact"`` keeps the means in float32 and multiplies them by the unquantised weight, a matrix-vector

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_fp4.naming import Role
 from lightning_fp4.quantizer import Centering, Quantizer
@@ -29,8 +29,8 @@ class HotChannelUpdates:
         freeze_step: no refresh from this optimizer step on; ``None`` to go on for ever.
         freeze_overlap: a layer keeps its channels for good once this share of them (0 to 1) was found again by a
             refresh; ``None`` for never.
-        variance_threshold: while the variance of the elements of the weight gradients, averaged over the layers, is above
-            this, each refresh raises the ratio; ``None`` keeps the ratio fixed.
+        variance_threshold: while the variance of the elements of the weight gradients, averaged over the layers, is
+            above this, each refresh raises the ratio; ``None`` keeps the ratio fixed.
         ratio_growth: factor on the ratio at each raise.
         ratio_max: the ratio rises no further than this.
 
@@ -67,12 +67,12 @@ class HotChannels:
     ``R_I @ Wq_I.T + Xq_I @ S_I.T`` added; what is left of the error on those channels is ``R_I @ S_I.T``.
 
     Args:
-        mode: ``"single"`` appends the columns to the operands, one GEMM over ``K + 2k`` columns; ``"dual"`` adds a second,
-            small FP4 GEMM; ``"high_precision"`` computes the patch from unquantised residuals.
+        mode: ``"single"`` appends the columns to the operands, one GEMM over ``K + 2k`` columns; ``"dual"`` adds a
+            second, small FP4 GEMM; ``"high_precision"`` computes the patch from unquantised residuals.
         operands: whose errors to patch: ``"both"``, or only those of the ``"activations"`` or the ``"weights"``, which
             takes ``K + k`` columns.
-        score: what makes a channel hot. ``"error"`` (the paper's): ``mean|R_j| + mean|S_j|``. ``"product"``: the size of
-            what the patch adds, ``mean|R_j| * norm(W_j) + mean|S_j| * norm(X_j) / sqrt(tokens)``.
+        score: what makes a channel hot. ``"error"`` (the paper's): ``mean|R_j| + mean|S_j|``. ``"product"``: the size
+            of what the patch adds, ``mean|R_j| * norm(W_j) + mean|S_j| * norm(X_j) / sqrt(tokens)``.
         ratio: share of the channels to patch, 0 to 1, rounded up to a multiple of 16 channels.
         updates: when to choose them anew.
 
@@ -138,13 +138,13 @@ class Gemm:
             raise ValueError(f"`Gemm(hadamard={self.hadamard!r})` must be one of {_HADAMARD_SIZES} or None.")
         if self.hot_channels is not None and (self.lhs is None or self.rhs is None):
             raise ValueError(
-                "`Gemm(hot_channels=...)` patches the errors of quantised operands, so both need a quantiser; one of them is "
-                "None."
+                "`Gemm(hot_channels=...)` patches the errors of quantised operands, so both need a quantiser; one of "
+                "them is None."
             )
         if self.hot_channels is not None and self.hadamard is not None:
             raise ValueError(
-                f"`Gemm(hadamard={self.hadamard}, hot_channels=...)`: a rotation mixes the channels, so none of them stays "
-                "hot. Use one of the two."
+                f"`Gemm(hadamard={self.hadamard}, hot_channels=...)`: a rotation mixes the channels, so none of them "
+                "stays hot. Use one of the two."
             )
 
 
@@ -237,8 +237,8 @@ class Recipe:
             gemm = getattr(self, name)
             if gemm is not None and gemm.rhs is not None and gemm.rhs.center is not None:
                 raise ValueError(
-                    f"`Recipe({name}=Gemm(rhs=Quantizer(center=...)))`: the right side is the weight, which has no tokens to "
-                    "take a mean over. Centre the left side."
+                    f"`Recipe({name}=Gemm(rhs=Quantizer(center=...)))`: the right side is the weight, which has no tokens "
+                    "to take a mean over. Centre the left side."
                 )
         centers = [q.center if q else None for q in (self.wgrad.lhs, self.wgrad.rhs)] if self.wgrad else [None]
         if len(set(centers)) > 1:
@@ -248,7 +248,7 @@ class Recipe:
 
     def map(self, change: Callable[[GemmName, Gemm], Gemm | None]) -> Recipe:
         """The recipe with ``change`` applied to each of its GEMMs, those of its rules included."""
-        gemms = {name: gemm and change(name, gemm) for name in _GEMMS for gemm in [getattr(self, name)]}
+        gemms: dict[str, Any] = {name: gemm and change(name, gemm) for name in _GEMMS for gemm in [getattr(self, name)]}
         rules = tuple(
             rule if rule.recipe is None else dataclasses.replace(rule, recipe=rule.recipe.map(change))
             for rule in self.rules

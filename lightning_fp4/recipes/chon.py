@@ -1,4 +1,4 @@
-"""CHON: NVFP4 with the hot channels' errors patched and what follows the attention scores protected (arXiv 2602.02047)."""
+"""CHON: NVFP4 with the hot channels' errors patched and what follows attention scores protected (arXiv 2602.02047)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POST_QK_PROTECTION = (
     ),
     LayerRule(reason="post-QK protection: gate's key projection", roles=(Role.GATE_KEY,), attention="linear"),
 )
-"""What errs most behind the attention scores: values of softmax attention, outputs and gate keys of linear attention."""
+"""What errs most behind the attention scores: values in softmax attention, outputs and gate keys in linear attention."""
 
 
 def chon(
@@ -97,7 +97,9 @@ def chon(
             last_blocks=last_blocks,
         )
         assert base.fprop is not None
-        patched = dataclasses.replace(base, name="chon", fprop=dataclasses.replace(base.fprop, hot_channels=hot_channels))
+        patched = dataclasses.replace(
+            base, name="chon", fprop=dataclasses.replace(base.fprop, hot_channels=hot_channels)
+        )
         return patched.with_centering(Centering()) if averis else patched
 
     rules: tuple[LayerRule, ...] = POST_QK_PROTECTION if post_qk_protection else ()
