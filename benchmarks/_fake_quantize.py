@@ -2,8 +2,8 @@
 
 It reads the same :class:`Recipe` as the package and rounds like its reference, with three differences, each far below
 the error of FP4 itself: decoded values are rounded to the compute dtype (BF16: 2^-9), the random bits come from
-``torch.rand``, and a compiler may reorder float32 operations (a tie may round the other way). ``tests/benchmarks`` holds
-it to the package's own layers.
+``torch.rand``, and a compiler may reorder float32 operations (a tie may round the other way). ``tests/benchmarks``
+holds it to the package's own layers.
 """
 
 from __future__ import annotations

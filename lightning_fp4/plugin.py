@@ -168,16 +168,30 @@ class FP4Plugin:
                 "`ignore_modules` to have the report say so."
             )
 
+    def _patched_layers(self) -> dict[str, FP4Layer]:
+        """The converted layers whose recipe has hot channels."""
+        return {
+            name: layer
+            for name, layer in self._fp4_layers().items()
+            if layer.fp4_recipe.fprop is not None and layer.fp4_recipe.fprop.hot_channels is not None
+        }
+
     # ------------------------------------------------------------------------------------------------------------------
     # State
     # ------------------------------------------------------------------------------------------------------------------
 
     def _fp4_state(self) -> dict[str, Any]:
-        """Plain data for a checkpoint: the step of each layer's random state."""
+        """Plain data for a checkpoint: the step of each layer's random state, and its hot channels."""
         layers = self._fp4_layers()
         states = [layer.fp4_rng_state.cpu() for layer in layers.values()]
         steps = torch.stack(states)[:, 1].tolist() if states else []
-        return {"version": _STATE_VERSION, "recipe": self.recipe.name, "steps": dict(zip(layers, steps, strict=True))}
+        hot = {name: layer.fp4_hot_channels for name, layer in layers.items()}
+        return {
+            "version": _STATE_VERSION,
+            "recipe": self.recipe.name,
+            "steps": dict(zip(layers, steps, strict=True)),
+            "hot_channels": {name: channels.cpu() for name, channels in hot.items() if channels is not None},
+        }
 
     def _load_fp4_state(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`_fp4_state` was taken; layers it does not know start afresh."""
@@ -193,6 +207,9 @@ class FP4Plugin:
         for name, layer in layers.items():
             if name in state["steps"]:
                 layer.fp4_rng_state[1] = state["steps"][name]
+            channels = state.get("hot_channels", {}).get(name)
+            if channels is not None:
+                layer.fp4_hot_channels = channels.to(layer.fp4_rng_state.device)
         missing = [name for name in layers if name not in state["steps"]]
         if missing:
             rank_zero_info(

@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.plugins.precision.precision import Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
@@ -139,8 +140,25 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
     ) -> Any:
         """The base precision's step."""
         result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        self._stepped = True
+        if not self._stepped:
+            self._stepped = True
+            self._share_first_hot_channels(_trainer_of(model))
         return result
+
+    def _share_first_hot_channels(self, trainer: pl.Trainer | None) -> None:
+        """Give the hot channels that each rank picked from its own first batch up for rank 0's, unless a callback does."""
+        layers = self._patched_layers()
+        if not layers or trainer is None or _refreshes_hot_channels(trainer):
+            return
+        rank_zero_warn(
+            f"{self!r} picked its hot channels from the first batch, and they will not follow the run. Add "
+            "`lightning_fp4.callbacks.HotChannelRefresh()` to the Trainer's callbacks to choose them anew."
+        )
+        if trainer.world_size > 1:
+            picked = {name: layer.fp4_hot_channels for name, layer in layers.items()}
+            host = {name: channels.cpu() for name, channels in picked.items() if channels is not None}
+            for name, channels in trainer.strategy.broadcast(host).items():
+                layers[name].fp4_hot_channels = channels.to(layers[name].fp4_rng_state.device)
 
     def _look_for_idle_layers(self) -> None:
         # Not within `optimizer_step`: with several optimizers, some layers run after the first of them has stepped.
@@ -210,6 +228,11 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
         """Go on where the checkpoint was saved; one from a run without FP4 has nothing to restore."""
         if CHECKPOINT_KEY in checkpoint:
             self._load_fp4_state(checkpoint[CHECKPOINT_KEY])
+
+
+def _refreshes_hot_channels(trainer: pl.Trainer) -> bool:
+    """Whether a callback chooses the hot channels (``HotChannelRefresh``, told by its mark)."""
+    return any(getattr(callback, "refreshes_hot_channels", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def _trainer_of(module: nn.Module) -> pl.Trainer | None:

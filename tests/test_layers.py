@@ -24,7 +24,7 @@ LEVELS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 #: They import nothing above `reference`.
-ASIDE = {"schedules": LEVEL["reference"], "metrics": LEVEL["reference"]}
+ASIDE = {name: LEVEL["reference"] for name in ("schedules", "metrics", "diagnostics")}
 
 
 def _imports(path: Path):

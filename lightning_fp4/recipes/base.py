@@ -237,8 +237,8 @@ class Recipe:
             gemm = getattr(self, name)
             if gemm is not None and gemm.rhs is not None and gemm.rhs.center is not None:
                 raise ValueError(
-                    f"`Recipe({name}=Gemm(rhs=Quantizer(center=...)))`: the right side is the weight, which has no tokens "
-                    "to take a mean over. Centre the left side."
+                    f"`Recipe({name}=Gemm(rhs=Quantizer(center=...)))`: the right side is the weight, which has no "
+                    "tokens to take a mean over. Centre the left side."
                 )
         centers = [q.center if q else None for q in (self.wgrad.lhs, self.wgrad.rhs)] if self.wgrad else [None]
         if len(set(centers)) > 1:

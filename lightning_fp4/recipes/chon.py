@@ -20,7 +20,7 @@ POST_QK_PROTECTION = (
     ),
     LayerRule(reason="post-QK protection: gate's key projection", roles=(Role.GATE_KEY,), attention="linear"),
 )
-"""What errs most behind the attention scores: values in softmax attention, outputs and gate keys in linear attention."""
+"""What errs most behind attention scores: values in softmax attention, outputs and gate keys in linear attention."""
 
 
 def chon(

@@ -3,7 +3,7 @@
 Source: arXiv 2602.02047. With ``X = Xq + R``, ``W = Wq + S`` and the hot channels ``I``, the product of the patched
 operands is ``Xq @ Wq.T + R_I @ W_I.T + X_I @ S_I.T``, where each added factor is itself in four bits. The paper
 multiplies the residuals by gathered columns of ``Xq`` and ``Wq``; gathered columns come from blocks with different
-scales, which no block format can hold, so here the original values ``X_I`` and ``W_I`` are quantised in their new blocks.
+scales, which no block format can hold, so here the original values ``X_I``, ``W_I`` are quantised in their new blocks.
 """
 
 from __future__ import annotations
