@@ -1,5 +1,6 @@
 """FP4 training of large language models with PyTorch Lightning."""
 
+from lightning_fp4.callbacks import AverisToggle, HotChannelRefresh, RecipeSchedule
 from lightning_fp4.convert import convert_to_fp4, fp4_layers, plan_conversion, revert_from_fp4, set_recipe, use_recipe
 from lightning_fp4.formats import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, BlockFormat
 from lightning_fp4.linear import FP4Linear
@@ -10,6 +11,9 @@ from lightning_fp4.tensor import FP4Tensor
 
 __all__ = [
     "FP4Precision",
+    "HotChannelRefresh",
+    "RecipeSchedule",
+    "AverisToggle",
     "convert_to_fp4",
     "plan_conversion",
     "set_recipe",

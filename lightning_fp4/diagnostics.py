@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_fp4.recipes import HotChannels
+
 
 def mean_share(x: Tensor) -> Tensor:
-    """The share ``R`` of a tensor's energy that its mean over the tokens holds: ``tokens * |mean|^2 / |x|^2``.
+    """The share ``R`` of a tensor's energy that its mean over tokens holds: ``tokens * |mean|^2 / |x|^2``.
 
-    0 for a centred tensor, 1 if all tokens are equal (arXiv 2603.10444 calls it the mean bias ratio). It is what centring
-    takes out before quantisation. 0 for a tensor of zeros and for no tokens.
+    0 for a centred tensor, 1 if all tokens are equal (arXiv 2603.10444). It is what centring takes out before
+    quantisation. 0 for a tensor of zeros and for no tokens.
 
     Args:
         x: ``[..., features]``; leading axes are tokens.
@@ -68,7 +70,7 @@ class OutlierAttribution:
 
 
 def attribute_outliers(x: Tensor, *, fraction: float = 0.001, ratio: float = 0.09) -> OutlierAttribution:
-    """Do the outliers of a tensor come from its mean (then centre it) or from a few channels (then patch those)?
+    """Whether a tensor's outliers come from its mean (then centre it) or from a few channels (then patch those).
 
     Args:
         x: ``[..., features]``; leading axes are tokens.
@@ -89,7 +91,7 @@ def attribute_outliers(x: Tensor, *, fraction: float = 0.001, ratio: float = 0.0
     mean = _mean(x)[None].expand_as(x)
     explained = (mean * x.sign())[outliers].clamp(min=0).minimum(x.abs()[outliers]).sum()
     magnitude = x.abs()[outliers].sum()
-    count = min(-(-int(ratio * x.shape[1] + 0.999999) // 16) * 16, x.shape[1])
+    count = HotChannels(ratio=ratio).count(x.shape[1])
     per_channel = outliers.sum(0)
     return OutlierAttribution(
         mean=float(torch.where(magnitude > 0, explained / magnitude, 0.0)),

@@ -146,7 +146,7 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
         return result
 
     def _share_first_hot_channels(self, trainer: pl.Trainer | None) -> None:
-        """Give the hot channels that each rank picked from its own first batch up for rank 0's, unless a callback does."""
+        """Unless a callback chooses them: replace the hot channels of each rank's first batch by rank 0's."""
         layers = self._patched_layers()
         if not layers or trainer is None or _refreshes_hot_channels(trainer):
             return
@@ -232,7 +232,8 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
 
 def _refreshes_hot_channels(trainer: pl.Trainer) -> bool:
     """Whether a callback chooses the hot channels (``HotChannelRefresh``, told by its mark)."""
-    return any(getattr(callback, "refreshes_hot_channels", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(getattr(callback, "refreshes_hot_channels", False) for callback in callbacks)
 
 
 def _trainer_of(module: nn.Module) -> pl.Trainer | None:
