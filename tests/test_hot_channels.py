@@ -249,7 +249,7 @@ def test_switching_the_recipe_keeps_the_channels():
 
 
 def test_operands_are_quantised_as_without_a_patch():
-    x, w = _tensors()
+    x, _ = _tensors()
     recipe = without_blocks(chon())
     side = matmul.quantize_rows(x, Operand.lhs(recipe.fprop, 0))
     assert torch.equal(side.matrix.codes, reference.quantize(x, recipe.fprop.lhs).codes)

@@ -128,7 +128,7 @@ def test_resume_is_exact(tmp_path, stochastic):
 
 def test_resume_without_the_callback_keeps_the_channels(tmp_path):
     _, straight, _ = fit(max_epochs=2)
-    _, model, t = fit()
+    _, _, t = fit()
     t.save_checkpoint(tmp_path / "one.ckpt")
     _, resumed, _ = fit(max_epochs=2, ckpt_path=str(tmp_path / "one.ckpt"))
     assert_same_weights(resumed, straight)

@@ -107,8 +107,8 @@ def test_resume_is_exact(tmp_path):
 
 
 def test_the_switch_equals_a_run_with_the_other_recipe_from_there(tmp_path):
-    _, model, t = fit(RecipeSchedule({4: "high_precision"}), max_epochs=2)
-    _, first, t = fit(RecipeSchedule({99: "high_precision"}))
+    _, model, _ = fit(RecipeSchedule({4: "high_precision"}), max_epochs=2)
+    _, _, t = fit(RecipeSchedule({99: "high_precision"}))
     t.save_checkpoint(tmp_path / "four.ckpt")
     _, plain, _ = fit(RecipeSchedule({0: "high_precision"}), max_epochs=2, ckpt_path=str(tmp_path / "four.ckpt"))
     assert_same_weights(plain, model)

@@ -41,8 +41,8 @@ def test_patch_columns_hold_residual_and_value_on_one_global_scale(quantizer):
     residual, value = decoded[:, :4], decoded[:, width : width + 4]
     assert torch.equal(decoded[:, 4:width], torch.zeros(21, width - 4))
     expected = x[:, channels] - reference.dequantize(quantized)[:, channels]
-    # Four bits of the residual: an E2M1 step is at most a third of the block's maximum, half of it is the error; an E4M3
-    # scale rounds by at most 1/16 more (a power of two by up to 2).
+    # An E2M1 step is at most a third of the block's maximum, half of it is the error; an E4M3 scale rounds by at most
+    # 1/16 more (a power of two by up to 2).
     for found, wanted in ((residual, expected), (value, x[:, channels])):
         rows = 16 if quantizer.format.block[0] == 16 else 1
         peak = max(wanted.abs().max(), 1e-9) if rows == 16 else wanted.abs().amax(1, keepdim=True)

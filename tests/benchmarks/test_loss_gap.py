@@ -1,0 +1,140 @@
+"""benchmarks/loss_gap.py at toy size: it runs, resumes, stops in time, and its table says what it measured."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fp4 import get_recipe
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import _harness as harness
+import loss_gap
+
+TEXT = "".join(f"{i} is followed by {i + 1}; twice {i} is {2 * i}.\n" for i in range(2000))
+TOY = (
+    "--steps 4 --warmup 2 --width 32 --blocks 2 --heads 2 --batch 2 --context 32 --held-out 4 --log-every 2 --device cpu "
+    "--no-compile --hot-interval 2"
+)
+
+
+@pytest.fixture
+def command(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "numbers.txt").write_text(TEXT)
+    results = tmp_path / "results" / "loss_gap.json"
+
+    def run(*arguments):
+        loss_gap.main([*TOY.split(), "--text", str(tmp_path / "text"), "--results", str(results), *arguments])
+        return harness.load_results(results)
+
+    return run
+
+
+def test_variants_seeds_layers_and_resume(command, tmp_path, capsys):
+    arguments = ("--variants", "bf16", "nvfp4-rne-2d", "chon-averis-4o6-1d", "--layers", "all", "protected")
+    records = command(*arguments)
+    assert [(r["variant"], r["layers"]) for r in records] == [
+        ("bf16", "all"),
+        ("nvfp4-rne-2d", "all"),
+        ("chon-averis-4o6-1d", "all"),
+        ("nvfp4-rne-2d", "protected"),
+        ("chon-averis-4o6-1d", "protected"),
+    ]
+    shares = {(r["variant"], r["layers"]): r["fp4_share"] for r in records}
+    assert shares["bf16", "all"] == 0
+    # Rows that are compared keep the same layers: 2 blocks of 4 x 32 x 32 + 3 x 32 x 96, and a head of 256 x 32.
+    for layers, size in (("all", 2 * 13312), ("protected", 13312 - 1024)):
+        for variant in ("nvfp4-rne-2d", "chon-averis-4o6-1d"):
+            assert shares[variant, layers] == pytest.approx(size / (2 * 13312 + 8192), abs=1e-4)
+    assert len({r["loss"] for r in records}) == 5
+    assert all(abs(r["loss"] - records[0]["loss"]) < 0.2 for r in records)
+    assert all(len(r["curve"]) == 2 and r["tokens_per_second"] > 0 for r in records)
+    assert command(*arguments) == records  # nothing is repeated
+    again = command(*arguments, "--seeds", "0", "1")
+    assert len(again) == 10
+    table = (tmp_path / "results" / "loss_gap.md").read_text()
+    assert "| bf16 |" in table
+    assert table.count("| nvfp4-rne-2d |") == 2
+    assert (tmp_path / "results" / "loss_gap.png").exists() == ("matplotlib" in sys.modules)
+    assert table.strip() in capsys.readouterr().out
+
+
+def test_the_same_seed_gives_the_same_run_and_the_real_path_is_close(command):
+    recipe = json.dumps({"name": "nvfp4", "stochastic_rounding": False})
+    (first,) = command("--variants", "--recipe", f"a={recipe}")
+    second = command("--variants", "--recipe", f"b={recipe}")[-1]
+    real = command("--variants", "--recipe", f"a={recipe}", "--path", "real")[-1]
+    assert first["loss"] == second["loss"]
+    assert real["path"] == "real"
+    # Rounding to nearest on both paths: what is left is the order of float32 sums, and codes that it tips over.
+    assert real["loss"] == pytest.approx(first["loss"], abs=2e-3)
+
+
+@pytest.mark.parametrize("path", ["fake", "real"])
+def test_hot_channels_and_a_late_finish(command, path):
+    (record,) = command("--variants", f"chon-1d{loss_gap.FINISH}", "--path", path)
+    assert record["variant"] == "chon-1d+finish"
+    assert torch.isfinite(torch.tensor(record["loss"]))
+
+
+def test_budget_stops_before_a_run_that_would_not_end(command, capsys):
+    records = command("--variants", "bf16", "nvfp4-2d", "nvfp4-1d", "--budget-seconds", "0.01")
+    assert len(records) <= 1
+    assert "stopping before" in capsys.readouterr().out
+
+
+def test_increase_and_spread():
+    def record(variant, seed, loss):
+        common = {"layers": "all", "path": "fake", "settings": "s", "fp4_share": 0.5, "tokens_per_second": 2e6}
+        return {"variant": variant, "seed": seed, "loss": loss, "peak_memory_gib": 1.0, **common}
+
+    rows = loss_gap.summarize(
+        [record("bf16", 0, 1.0), record("bf16", 1, 2.0), record("nvfp4", 0, 1.02), record("nvfp4", 1, 2.02)]
+    )
+    assert [row["variant"] for row in rows] == ["bf16", "nvfp4"]
+    assert rows[1]["increase %"] == "+1.50"  # 2 % and 1 %
+    assert rows[1]["spread ±%"] == "0.50"
+    assert rows[0]["increase %"] is None
+
+
+def test_text(tmp_path):
+    import gzip
+
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"first"))
+    (tmp_path / "c.bin").write_bytes(b"\0binary")
+    assert loss_gap.read_text([tmp_path], 1000) == b"first\nsecond"
+    assert loss_gap.read_text([tmp_path], 8) == b"first\nse"
+    text = loss_gap.Text(data=torch.arange(100, dtype=torch.uint8), window=11, held_out=3)
+    training, held_out = text.windows()
+    assert sorted([*training.tolist(), *held_out.tolist()]) == list(range(0, 90, 10))
+    assert text.batch(torch.tensor([10]))[0].tolist() == list(range(10, 21))
+    with pytest.raises(ValueError, match="smaller --held-out"):
+        loss_gap.Text(data=torch.zeros(30, dtype=torch.uint8), window=11, held_out=3).windows()
+
+
+def test_order_depends_on_the_seed_and_visits_all_before_any_again():
+    starts = torch.arange(10)
+    order = loss_gap.training_order(starts, 25, seed=1)
+    assert torch.equal(order, loss_gap.training_order(starts, 25, seed=1))
+    assert not torch.equal(order, loss_gap.training_order(starts, 25, seed=2))
+    assert order[:10].sort().values.tolist() == list(range(10))
+
+
+def test_every_variant_is_a_recipe():
+    for options in loss_gap.VARIANTS.values():
+        for layers in ("all", "protected", "recipe"):
+            loss_gap.layer_choice(get_recipe(options), layers)
+    with pytest.raises(SystemExit, match="no known variant"):
+        list(loss_gap.runs_of(loss_gap.parse(["--variants", "nvfp5"])))
+
+
+def test_report_of_the_committed_results():
+    if not (harness.RESULTS / "loss_gap.json").exists():
+        pytest.skip("no results yet")
+    records = harness.load_results(harness.RESULTS / "loss_gap.json")
+    assert (harness.RESULTS / "loss_gap.md").exists()
+    assert any(r["variant"] == "bf16" for r in records)
