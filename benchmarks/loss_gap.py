@@ -482,7 +482,8 @@ def _plot(records: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set(title=f"layers: {layers}", xlabel="step", ylabel="training loss over BF16, %")
         axis.set_ylim(-0.5, 6)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+        if axis.get_lines():
+            axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -498,7 +499,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--text", nargs="+", type=Path, default=[Path("/usr/share/doc")], help="files or folders of text, .gz too")
-    add("--variants", nargs="+", default=["bf16", "nvfp4-rne-2d", "nvfp4-2d"], help=", ".join(VARIANTS))
+    add("--variants", nargs="*", default=["bf16", "nvfp4-rne-2d", "nvfp4-2d"], help=", ".join(VARIANTS))
     add("--recipe", action="append", default=[], metavar="LABEL=JSON", help="one more variant, a recipe as a dict")
     add("--layers", nargs="+", default=["all"], choices=["all", "protected", "recipe"], help="what runs in FP4")
     add("--seeds", nargs="+", type=int, default=[0])

@@ -15,8 +15,8 @@ import loss_gap
 
 TEXT = "".join(f"{i} is followed by {i + 1}; twice {i} is {2 * i}.\n" for i in range(2000))
 TOY = (
-    "--steps 4 --warmup 2 --width 32 --blocks 2 --heads 2 --batch 2 --context 32 --held-out 4 --log-every 2 --device cpu "
-    "--no-compile --hot-interval 2"
+    "--steps 4 --warmup 2 --width 32 --blocks 2 --heads 2 --batch 2 --context 32 --held-out 4 --log-every 2 "
+    "--device cpu --no-compile --hot-interval 2"
 )
 
 

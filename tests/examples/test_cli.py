@@ -1,6 +1,7 @@
 """examples/chon.yaml through the command line."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,5 +65,6 @@ def test_the_file_is_plain_yaml():
 @pytest.mark.slow
 def test_the_script_prints_its_configuration():
     command = [sys.executable, "examples/cli.py", "fit", "--config", "examples/chon.yaml", "--print_config"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=200).stdout
-    assert "update_interval: 200" in printed
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=environment)
+    assert "update_interval: 200" in run.stdout, run.stderr
