@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,3 +57,16 @@ def markdown_table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) ->
         cells = ("" if row.get(column) is None else str(row[column]) for column in columns)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def insert_between_marks(file: Path, name: str, text: str) -> None:
+    """Replace what stands between ``<!-- name: ... -->`` and ``<!-- /name -->`` in a Markdown file.
+
+    Raises:
+        ValueError: if the file has no such marks.
+    """
+    content = file.read_text()
+    pattern = re.compile(rf"(<!-- {name}:[^>]*-->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    if not pattern.search(content):
+        raise ValueError(f"{file} has no marks `<!-- {name}: ... -->` and `<!-- /{name} -->` to put the table between.")
+    file.write_text(pattern.sub(lambda found: found[1] + text.strip() + "\n" + found[2], content))

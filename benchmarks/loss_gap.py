@@ -521,6 +521,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile (on a GPU: yes)")
     add("--results", type=Path, default=harness.RESULTS / "loss_gap.json")
     add("--report", action="store_true", help="only write the table and the plot from the results")
+    add("--insert", type=Path, default=None, help="with --report: put the table between this file's loss_gap marks")
     return parser.parse_args(arguments)
 
 
@@ -547,7 +548,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is missing, then report."""
     options = parse(arguments)
     if options.report:
-        print(write_report(options.results))
+        table = write_report(options.results)
+        if options.insert is not None:
+            harness.insert_between_marks(options.insert, "loss_gap", table)
+        print(table)
         return
     began = time.perf_counter()
     device = harness.pick_device(options.device)

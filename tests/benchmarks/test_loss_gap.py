@@ -138,3 +138,13 @@ def test_report_of_the_committed_results():
     records = harness.load_results(harness.RESULTS / "loss_gap.json")
     assert (harness.RESULTS / "loss_gap.md").exists()
     assert any(r["variant"] == "bf16" for r in records)
+
+
+def test_the_table_goes_between_the_marks(tmp_path):
+    file = tmp_path / "README.md"
+    file.write_text("before\n<!-- loss_gap: how -->\nold\n<!-- /loss_gap -->\nafter\n")
+    for table in ("| new |\n", "| newer \\1 |\n"):
+        harness.insert_between_marks(file, "loss_gap", table)
+        assert file.read_text() == f"before\n<!-- loss_gap: how -->\n{table}<!-- /loss_gap -->\nafter\n"
+    with pytest.raises(ValueError, match="no marks"):
+        harness.insert_between_marks(file, "other", "")
