@@ -64,8 +64,8 @@ def fp4_warmup_cosine(
     start = warmup_steps if cosine_start is None else cosine_start
     if not 0 <= warmup_steps <= start < total_steps:
         raise ValueError(
-            f"`warmup_steps={warmup_steps}`, `cosine_start={cosine_start}` and `total_steps={total_steps}` must come in "
-            "this order, with at least one step for the cosine."
+            f"`warmup_steps={warmup_steps}`, `cosine_start={cosine_start}` and `total_steps={total_steps}` must come "
+            "in this order, with at least one step for the cosine."
         )
     if not (0 <= final <= 1 and peak > 0 and 0 <= decay < 1):
         raise ValueError(

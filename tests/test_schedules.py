@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -42,7 +43,7 @@ def test_fp4_schedule_decays_then_turns_into_a_cosine():
     assert schedule(6100) == pytest.approx((0.8 * 0.85**4 + 0.04) / 2)
     assert schedule(8100) == schedule(9999) == pytest.approx(0.04)
     values = [schedule(s) for s in range(100, 9000)]
-    assert all(a >= b for a, b in zip(values, values[1:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(values))
 
 
 def test_a_decay_below_the_final_value_does_not_rise_again():
