@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fp4 import convert_to_fp4
 
-VOCABULARY = 64
+VOCABULARY = 60
 
 
 class Attention(nn.Module):
