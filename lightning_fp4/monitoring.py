@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
 from collections import defaultdict
@@ -113,14 +114,11 @@ class PrecisionReport:
         groups: dict[str, list[LayerRank]] = defaultdict(list)
         for rank in self.ranking():
             groups[rank.component].append(rank)
-        measured = {(s.layer, s.operand): s.values for s in self.statistics}
         headings = ["component", "n", "error", "loss", "SQNR dB x/w/g", "flushed % x/w/g", "kurt x", "mean x", "worst"]
         rows = []
         for component, ranks in groups.items():
-
-            def mean(operand: str, statistic: str, form: str, names: list[str] = [r.name for r in ranks]) -> str:
-                return _mean([measured.get((name, operand), {}).get(statistic, math.nan) for name in names], form)
-
+            names = [rank.name for rank in ranks]
+            mean = functools.partial(self._mean_over, names)
             increases = [rank.loss_increase for rank in ranks if rank.loss_increase is not None]
             rows.append(
                 [
@@ -136,6 +134,10 @@ class PrecisionReport:
                 ]
             )
         return headings, rows
+
+    def _mean_over(self, names: Collection[str], operand: str, statistic: str, form: str) -> str:
+        chosen = [s.values for s in self.statistics if s.operand == operand and s.layer in names]
+        return _mean([values.get(statistic, math.nan) for values in chosen], form)
 
     def table(self) -> Table:
         """The components as a ``rich`` table.

@@ -55,13 +55,13 @@ class PrecisionMonitor(Callback):
     ``amax``, ``kurtosis`` and ``block_kurtosis`` (excess, of the tensor and of its 16x16 blocks), ``top_channel_ratio``
     (mean magnitude of the top channels over that of all), ``mean_share`` (energy in the channels' means),
     ``channel_overlap`` (with the top channels of the log before), and of what the recipe quantises ``sqnr`` in
-    decibels, ``flush_to_zero``, ``saturation`` and ``zero_scale_blocks`` as shares. For attention, ``attention_max``: the largest
-    score before the softmax. ``lightning_fp4.metrics`` defines each.
+    decibels, ``flush_to_zero``, ``saturation`` and ``zero_scale_blocks`` as shares. For attention, ``attention_max``:
+    the largest score before the softmax. ``lightning_fp4.metrics`` defines each.
 
     Keys are ``PrecisionMonitor/STATISTIC/LAYER.OPERAND``; the mean over all layers,
     ``PrecisionMonitor/STATISTIC/OPERAND``, is a callback metric too, for ``EarlyStopping`` and ``ModelCheckpoint``.
-    TensorBoard also gets histograms over the layers and, with ``matplotlib``, heat maps of layers by time. Steps that do
-    not log cost nothing.
+    TensorBoard also gets histograms over the layers and, with ``matplotlib``, heat maps of layers by time. Steps that
+    do not log cost nothing.
 
     Each rank measures its own share of the data; rank 0 logs.
 
