@@ -1,8 +1,16 @@
 """FP4 training of large language models with PyTorch Lightning."""
 
+from lightning_fp4.callbacks import (
+    AdaptiveGradientClipping,
+    FP4HealthCheck,
+    FP4TrainingDivergedError,
+    PrecisionMonitor,
+    latest_healthy_checkpoint,
+)
 from lightning_fp4.convert import convert_to_fp4, fp4_layers, plan_conversion, revert_from_fp4, set_recipe, use_recipe
 from lightning_fp4.formats import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, BlockFormat
 from lightning_fp4.linear import FP4Linear
+from lightning_fp4.monitoring import PrecisionReport, layer_sensitivity, monitor_precision
 from lightning_fp4.precision import FP4Precision
 from lightning_fp4.quantizer import Quantizer, Rounding, ScaleRule
 from lightning_fp4.recipes import Gemm, Recipe, get_recipe, list_recipes
@@ -10,6 +18,14 @@ from lightning_fp4.tensor import FP4Tensor
 
 __all__ = [
     "FP4Precision",
+    "AdaptiveGradientClipping",
+    "FP4HealthCheck",
+    "FP4TrainingDivergedError",
+    "latest_healthy_checkpoint",
+    "PrecisionMonitor",
+    "monitor_precision",
+    "PrecisionReport",
+    "layer_sensitivity",
     "convert_to_fp4",
     "plan_conversion",
     "set_recipe",

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from callback_helpers import Sequences, TinyModule, trainer
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_fp4 import FP4Precision
 from lightning_fp4.callbacks import FP4HealthCheck
 from lightning_fp4.schedules import warmup_cosine
+from tests.callbacks.models import Sequences, TinyModule, trainer
 
 STEPS, FAULT_AT, BATCH = 120, 60, 8
 RECIPE = {"name": "nvfp4", "hadamard": False, "stochastic_rounding": False, "last_blocks": 0}

@@ -7,13 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from callback_helpers import TinyModule, ddp, loader, run_ranks, trainer
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_fp4.callbacks import AdaptiveGradientClipping
 from lightning_fp4.callbacks.adaptive_gradient_clipping import ClippingState, clip_unitwise, next_state
 from lightning_fp4.callbacks.gradients import total_norm
+from tests.callbacks.models import TinyModule, ddp, loader, run_ranks, trainer
 
 
 class Gradients(Callback):

@@ -9,7 +9,6 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from callback_helpers import TinyModule, ddp, loader, run_ranks, trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -26,6 +25,7 @@ from lightning_fp4.callbacks import (
 )
 from lightning_fp4.callbacks.fp4_health_check import find_bad_layers, find_trouble, loss_limit, norm_limit
 from lightning_fp4.operands import OperandStatistics
+from tests.callbacks.models import TinyModule, ddp, loader, run_ranks, trainer
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The algorithms

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from callback_helpers import TinyModule, loader, trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,6 +15,7 @@ from lightning_fp4 import FP4Precision
 from lightning_fp4.callbacks import PrecisionMonitor
 from lightning_fp4.callbacks.precision_monitor import STATISTICS, channel_overlaps
 from lightning_fp4.operands import OperandStatistics
+from tests.callbacks.models import TinyModule, loader, trainer
 
 
 def plugins():

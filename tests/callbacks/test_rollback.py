@@ -6,12 +6,12 @@ import os
 
 import pytest
 import torch
-from callback_helpers import TinyModule, loader, trainer
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fp4.callbacks import latest_healthy_checkpoint
 from lightning_fp4.callbacks.rollback import DiskStore, MemoryStore, SnapshotRing, roll_back, scale_learning_rates
+from tests.callbacks.models import TinyModule, loader, trainer
 
 
 class GoBack(Callback):

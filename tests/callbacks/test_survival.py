@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-import survival
 import torch
-from callback_helpers import ddp, run_ranks
 
 from lightning_fp4.callbacks import latest_healthy_checkpoint
+from tests.callbacks import survival
+from tests.callbacks.models import ddp, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +115,7 @@ def test_without_the_health_check_a_fault_on_one_rank_ruins_the_run(two_ranks, u
 KILLED = """
 import sys, time, torch, lightning.pytorch as pl
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from callback_helpers import TinyModule, loader, trainer
+from tests.callbacks.models import TinyModule, loader, trainer
 from lightning_fp4 import FP4Precision
 from lightning_fp4.callbacks import FP4HealthCheck, latest_healthy_checkpoint
 
@@ -149,8 +149,7 @@ print("from", path, "start", start[0], "end", fit.global_step, "seen", check.ste
 def test_a_killed_process_resumes_from_the_last_good_checkpoint(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(KILLED)
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     first = subprocess.Popen([*command, "slow"], env=environment, stdout=subprocess.PIPE, text=True)

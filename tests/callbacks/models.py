@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.multiprocessing
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -165,8 +169,6 @@ def trainer(directory: Path | str, *, callbacks: list[pl.Callback], **options: A
 
 
 def _entry(rank: int, function: Callable[..., None], directory: str, world_size: int, args: tuple) -> None:
-    import os
-
     torch.set_num_threads(1)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size)
@@ -177,23 +179,21 @@ def _entry(rank: int, function: Callable[..., None], directory: str, world_size:
 
 def run_ranks(function: Callable[..., None], directory: Path, *args: Any, world_size: int = 2) -> None:
     """Run ``function(rank, directory, *args)`` in processes that find each other as torchrun's would."""
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (directory / "port").write_text(str(free.getsockname()[1]))
     torch.multiprocessing.spawn(_entry, args=(function, str(directory), world_size, args), nprocs=world_size)
 
 
+class Elastic(TorchElasticEnvironment):
+    """The environment that :func:`run_ranks` sets up."""
+
+    @staticmethod
+    def detect() -> bool:
+        return True
+
+
 def ddp(**options: Any) -> dict[str, Any]:
     """Trainer arguments for two processes started by :func:`run_ranks`."""
-    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-    from lightning.pytorch.strategies import DDPStrategy
-
-    class Elastic(TorchElasticEnvironment):
-        @staticmethod
-        def detect() -> bool:
-            return True
-
     strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=Elastic())
     return {"strategy": strategy, "devices": 2, **options}
