@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,6 +38,8 @@ _MATPLOTLIB = RequirementCache("matplotlib")
 _MOST_COLUMNS = 64  # of a heat map; beyond, every second one is dropped
 
 Key = tuple[str, OperandName]
+Table = dict[str, dict[str, dict[str, float]]]
+"""Values by statistic, operand and layer."""
 
 
 def channel_overlaps(measured: list[OperandStatistics], before: dict[Key, tuple[int, ...]]) -> dict[Key, float]:
@@ -47,6 +49,37 @@ def channel_overlaps(measured: list[OperandStatistics], before: dict[Key, tuple[
         for s in measured
         if before.get((s.layer, s.operand)) and s.top_channels
     }
+
+
+def write_to_tensorboard(
+    writer: Any, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]], step: int
+) -> None:
+    """Write many values as one event: ``add_scalar`` and ``add_histogram`` take milliseconds for each.
+
+    Args:
+        writer: ``torch.utils.tensorboard.SummaryWriter``.
+        scalars: value by tag.
+        histograms: values by tag; those that are not finite are left out.
+        step: of all of them.
+    """
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+    for tag, numbers in histograms.items():
+        finite = torch.tensor([number for number in numbers if math.isfinite(number)], dtype=torch.float64)
+        if len(finite):
+            counts, edges = torch.histogram(finite, bins=30)
+            proto = HistogramProto(
+                min=finite.min().item(),
+                max=finite.max().item(),
+                num=len(finite),
+                sum=finite.sum().item(),
+                sum_squares=finite.square().sum().item(),
+                bucket_limit=edges.tolist(),
+                bucket=[0.0, *counts.tolist()],
+            )
+            values.append(Summary.Value(tag=tag, histo=proto))
+    writer.file_writer.add_summary(Summary(value=values), step)
 
 
 class PrecisionMonitor(Callback):
@@ -75,7 +108,8 @@ class PrecisionMonitor(Callback):
         top_k: number of top channels.
         attention: whether to look for ``attention_max``.
         heat_maps: statistics to draw, on TensorBoard.
-        heat_map_every_n_logs: logs between drawings; one more is drawn when fitting ends.
+        heat_map_every_n_logs: logs between drawings, each of which takes seconds; ``None`` to draw only when fitting
+            ends.
         log_key_prefix: put before every key.
 
     Raises:
@@ -105,7 +139,7 @@ class PrecisionMonitor(Callback):
         top_k: int = 16,
         attention: bool = True,
         heat_maps: Collection[str] = ("sqnr", "flush_to_zero"),
-        heat_map_every_n_logs: int = 20,
+        heat_map_every_n_logs: int | None = None,
         log_key_prefix: str = "",
     ) -> None:
         for given, known, argument in (
@@ -119,8 +153,9 @@ class PrecisionMonitor(Callback):
                     f"`PrecisionMonitor({argument}={given!r})`: {unknown[0]!r} is unknown. Give a collection of: "
                     f"{', '.join(map(repr, known))}."
                 )
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"`PrecisionMonitor(every_n_steps={every_n_steps})` must be 1 or more, or None.")
+        for name, count in {"every_n_steps": every_n_steps, "heat_map_every_n_logs": heat_map_every_n_logs}.items():
+            if count is not None and count < 1:
+                raise ValueError(f"`PrecisionMonitor({name}={count})` must be 1 or more, or None.")
         self.every_n_steps = every_n_steps
         self.statistics = tuple(STATISTICS if statistics is None else statistics)
         self.operands = tuple(operands)
@@ -231,7 +266,7 @@ class PrecisionMonitor(Callback):
         self._log(trainer, logger_step(trainer))
 
     def _log(self, trainer: pl.Trainer, step: int) -> None:
-        table: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+        table: Table = defaultdict(lambda: defaultdict(dict))
         for s in self.report.statistics:
             for name, value in s.values.items():
                 # The kurtosis of a constant tensor, and the like, is no number to plot.
@@ -245,39 +280,40 @@ class PrecisionMonitor(Callback):
         for logger in trainer.loggers:
             join = logger.group_separator.join
             values = {self._key(join, name, operand): mean for (name, operand), mean in means.items()}
-            for name, by_operand in table.items() if self.per_layer else ():
-                for operand, layers in by_operand.items():
-                    values |= {self._key(join, name, f"{layer}.{operand}"): v for layer, v in layers.items()}
             for module, maximum in self.report.attention_maxima.items():
                 values[self._key(join, "attention_max", module)] = maximum
-            logger.log_metrics(values, step=step)
+            by_layer = {
+                self._key(join, name, f"{layer}.{operand}"): value
+                for name, by_operand in (table.items() if self.per_layer else ())
+                for operand, layers in by_operand.items()
+                for layer, value in layers.items()
+            }
+            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                logger.log_metrics(values, step=step)
+                histograms = {
+                    self._key(join, "layers", name, operand): list(layers.values())
+                    for name, by_operand in table.items()
+                    for operand, layers in by_operand.items()
+                }
+                write_to_tensorboard(logger.experiment, by_layer, histograms, step)
+            else:
+                logger.log_metrics(values | by_layer, step=step)
         trainer.callback_metrics.update(
             {self._key("/".join, name, operand): torch.tensor(mean) for (name, operand), mean in means.items()}
         )
         self._remember(step, table)
         self._logs += 1
-        self._log_histograms(trainer, step, table)
-        if self._logs % self.heat_map_every_n_logs == 0:
+        if self.heat_map_every_n_logs is not None and self._logs % self.heat_map_every_n_logs == 0:
             self._draw(trainer)
 
     def _key(self, join: Callable[[list[str]], str], *parts: str) -> str:
         return self.log_key_prefix + join(["PrecisionMonitor", *parts])
 
-    def _remember(self, step: int, table: dict[str, dict[str, dict[str, float]]]) -> None:
+    def _remember(self, step: int, table: Table) -> None:
         self.steps.append(step)
         self.history.append({name: {k: dict(v) for k, v in table[name].items()} for name in self.heat_maps})
         if len(self.steps) > _MOST_COLUMNS:
             self.steps, self.history = self.steps[::2], self.history[::2]
-
-    def _log_histograms(self, trainer: pl.Trainer, step: int, table: dict[str, dict[str, dict[str, float]]]) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-                for name, by_operand in table.items():
-                    for operand, layers in by_operand.items():
-                        finite = torch.tensor([value for value in layers.values() if math.isfinite(value)])
-                        if len(finite):
-                            key = self._key("/".join, "layers", name, operand)
-                            logger.experiment.add_histogram(key, finite, step)
 
     def _draw(self, trainer: pl.Trainer) -> None:
         loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]

@@ -43,18 +43,15 @@ class SnapshotStore(Protocol):
 
 
 class MemoryStore:
-    """Snapshots in the host's memory, one on each rank; page-locked memory of dropped ones is used again.
+    """Snapshots in the host's memory, on each rank.
 
-    Copies from a GPU are queued behind the work that is running, so taking a snapshot does not wait for it.
+    Copies from a GPU are queued behind the work that is running, so taking a snapshot does not wait for it. They go to
+    page-locked memory, which PyTorch's allocator uses again once a snapshot is dropped.
     """
-
-    def __init__(self) -> None:
-        self._spare: list[list[Tensor]] = []
 
     def take(self, trainer: pl.Trainer, step: int) -> dict[str, Any]:
         """A copy of what a checkpoint would hold."""
-        spare = iter(self._spare.pop() if self._spare else [])
-        return _to_host(dump_checkpoint(trainer), spare)
+        return _to_host(dump_checkpoint(trainer))
 
     def promote(self, trainer: pl.Trainer, snapshot: dict[str, Any]) -> dict[str, Any]:
         """Nothing to do."""
@@ -64,13 +61,10 @@ class MemoryStore:
         """A copy: optimizers keep the tensors that they are given, and step them in place."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copy to the host may still be queued
-        return _to_host(snapshot, iter(()))
+        return _to_host(snapshot)
 
     def drop(self, trainer: pl.Trainer, snapshot: dict[str, Any]) -> None:
-        """Keep its memory for the next snapshot."""
-        tensors: list[Tensor] = []
-        _collect_pinned(snapshot, tensors)
-        self._spare = [tensors] if tensors else []
+        """Nothing to do: the memory is free when nobody holds the snapshot."""
 
 
 class DiskStore:
@@ -157,32 +151,18 @@ def refuse_unsafe_stores(trainer: pl.Trainer, on_disk: bool) -> None:
         )
 
 
-def _to_host(value: Any, spare: Any) -> Any:
-    """A copy of nested data, tensors on the host; those of a GPU go to page-locked memory, to ``spare`` if it fits."""
+def _to_host(value: Any) -> Any:
+    """A copy of nested data with all tensors on the host."""
     if isinstance(value, Tensor):
         if not value.is_cuda:
             return value.detach().clone()
-        target = next(spare, None)
-        if target is None or target.shape != value.shape or target.dtype != value.dtype:
-            target = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        target = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         return target.copy_(value.detach(), non_blocking=True)
     if isinstance(value, dict):
-        return {key: _to_host(item, spare) for key, item in value.items()}
+        return {key: _to_host(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_to_host(item, spare) for item in value)
+        return type(value)(_to_host(item) for item in value)
     return value
-
-
-def _collect_pinned(value: Any, into: list[Tensor]) -> None:
-    """The page-locked tensors of nested data, in the order in which :func:`_to_host` meets them."""
-    if isinstance(value, Tensor) and value.is_pinned():
-        into.append(value)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect_pinned(item, into)
-    elif type(value) in (list, tuple):
-        for item in value:
-            _collect_pinned(item, into)
 
 
 def _replace(source: str, target: str) -> None:

@@ -40,7 +40,7 @@ def events(directory) -> EventAccumulator:
 
 
 def test_tensorboard_files_hold_what_is_promised(tmp_path):
-    monitor, hooks = PrecisionMonitor(every_n_steps=2), Hooks()
+    monitor, hooks = PrecisionMonitor(every_n_steps=2, heat_map_every_n_logs=2), Hooks()
     module = TinyModule(depth=2)
     fit = trainer(
         tmp_path, callbacks=[monitor, hooks], logger=TensorBoardLogger(tmp_path), plugins=plugins(), max_steps=6
@@ -60,11 +60,17 @@ def test_tensorboard_files_hold_what_is_promised(tmp_path):
             assert [h.step for h in seen.Histograms(f"PrecisionMonitor/layers/{name}/{operand}")] == steps
             histogram = seen.Histograms(f"PrecisionMonitor/layers/{name}/{operand}")[-1].histogram_value
             assert histogram.num == 14  # seven layers in each of two blocks
+            assert sum(histogram.bucket) == 14
+            values = [s.values[name] for s in monitor.report.statistics if s.operand == operand]
+            assert histogram.sum == pytest.approx(sum(values))
+            assert (histogram.min, histogram.max) == pytest.approx((min(values), max(values)))
             assert f"PrecisionMonitor/{name}/{operand}" in fit.callback_metrics
     for block in range(2):
         assert len(seen.Scalars(f"PrecisionMonitor/attention_max/model.layers.{block}.self_attn")) == 3
     for name in ("sqnr", "flush_to_zero"):
-        (image,) = seen.Images(f"PrecisionMonitor/heat_map/{name}")
+        images = seen.Images(f"PrecisionMonitor/heat_map/{name}")
+        assert [image.step for image in images] == [3, 5]
+        image = images[-1]
         assert image.encoded_image_string.startswith(b"\x89PNG")
         assert image.width > 300
         assert image.height > 200
