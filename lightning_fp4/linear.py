@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_fp4 import matmul, ops
 from lightning_fp4.matmul import Matrix, Operand
 from lightning_fp4.recipes.base import Recipe
-from lightning_fp4.tensor import FP4Tensor
+from lightning_fp4.tensor import FP4Operand, FP4Tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -93,8 +93,9 @@ def _forward(
     grad_weight: bool,
 ) -> tuple[Tensor, tuple[Matrix | None, Matrix | None]]:
     """The output, and what backward needs: the column forms of input and weight."""
-    fprop_input = Operand.lhs(recipe.fprop, _FPROP_INPUT)
-    fprop_weight = Operand.rhs(recipe.fprop, _FPROP_WEIGHT)
+    units = matmul.units_of(recipe.fprop, input.device)
+    fprop_input = Operand.lhs(recipe.fprop, _FPROP_INPUT, units)
+    fprop_weight = Operand.rhs(recipe.fprop, _FPROP_WEIGHT, units)
     input_columns: Matrix | None = None
     weight_columns: Matrix | None = None
     if grad_weight:
@@ -131,15 +132,22 @@ class _FP4Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input_columns, weight_columns = _load(ctx)
         grad_output = grad_output.contiguous()  # so that strides do not decide the order of any sum
-        dgrad_output = Operand.lhs(ctx.recipe.dgrad, _DGRAD_OUTPUT)
-        wgrad_output = Operand.lhs(ctx.recipe.wgrad, _WGRAD_OUTPUT)
+        device = grad_output.device
+        dgrad_output = Operand.lhs(ctx.recipe.dgrad, _DGRAD_OUTPUT, matmul.units_of(ctx.recipe.dgrad, device))
+        wgrad_output = Operand.lhs(ctx.recipe.wgrad, _WGRAD_OUTPUT, matmul.units_of(ctx.recipe.wgrad, device))
         seed = ops.draw_seed(ctx.rng_state) if dgrad_output.stochastic or wgrad_output.stochastic else None
-        grad_input = grad_weight = grad_bias = None
-        if weight_columns is not None:
+        rows: Matrix | None = None
+        columns: Matrix | None = None
+        if weight_columns is not None and input_columns is not None:
+            rows, columns = matmul.quantize_both(grad_output, dgrad_output, wgrad_output, seed)
+        elif weight_columns is not None:
             rows = matmul.quantize_rows(grad_output, dgrad_output, seed)
-            grad_input = matmul.multiply(rows, weight_columns, None, grad_output.dtype)
-        if input_columns is not None:
+        elif input_columns is not None:
             columns = matmul.quantize_columns(grad_output, wgrad_output, seed)
+        grad_input = grad_weight = grad_bias = None
+        if rows is not None and weight_columns is not None:
+            grad_input = matmul.multiply(rows, weight_columns, None, grad_output.dtype)
+        if columns is not None and input_columns is not None:
             grad_weight = matmul.multiply(columns, input_columns, None, grad_output.dtype, ctx.weight_dtype)
         if ctx.bias_dtype is not None:
             grad_bias = grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -155,6 +163,7 @@ def _save(ctx: Any, matrices: tuple[Matrix | None, ...]) -> None:
             tensors += [matrix.codes, matrix.scales, matrix.amax]
             layout.append((matrix.encoded_max, matrix.format, matrix.shape))
         else:
+            assert not isinstance(matrix, FP4Operand)  # what is kept stays packed
             tensors += [matrix, None, None]
             layout.append(None)
     ctx.save_for_backward(*tensors)
