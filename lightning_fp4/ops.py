@@ -403,10 +403,9 @@ def _quantize_both(
             second = _reference_form(x.T, by_columns, hadamard, seed, column_stream, "")
         first = reference.operand(first, row_units) if row_units else first  # type: ignore[arg-type]
         second = reference.operand(second, column_units) if column_units else second  # type: ignore[arg-type]
-    # An operator may not return one tensor twice, and both forms may share a maximum.
     row_parts, column_parts = _parts(x, first), _parts(x, second)
-    if column_parts[2].data_ptr() == row_parts[2].data_ptr():
-        column_parts = (*column_parts[:2], column_parts[2].clone())
+    if column_parts[2].untyped_storage().data_ptr() == row_parts[2].untyped_storage().data_ptr():
+        column_parts = (*column_parts[:2], column_parts[2].clone())  # an operator's results may not share memory
     return (*row_parts, *column_parts)
 
 

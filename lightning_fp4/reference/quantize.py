@@ -7,7 +7,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from lightning_fp4.formats import E2M1
 from lightning_fp4.quantizer import Quantizer, Rounding
 from lightning_fp4.reference import packing, rounding, scaling
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units, operand_shift
