@@ -246,6 +246,6 @@ class FP4Plugin:
 
 def _how_it_runs(device: torch.device) -> str:
     return (
-        f"FP4 is emulated on {device.type} ({ops.backend(device)} quantiser, {ops.gemm_path(device)} GEMMs): "
-        "exact numerics, not faster than the base precision"
+        f"FP4 is emulated on {device.type} ({ops.backend(device)} quantiser): the numerics of FP4, not its speed; "
+        "`report()` names the units that multiply"
     )

@@ -133,3 +133,52 @@ def test_e8m0_non_finite_becomes_nan(device):
     x = torch.tensor([float("inf"), float("nan")], device=device)
     assert rounding.e8m0_up(x).view(torch.uint8).tolist() == [255, 255]
     assert bool(rounding.e8m0_up(x).float().isnan().all())
+
+
+# ---- closed scales ---------------------------------------------------------------------------------------------------
+
+
+def test_closed_scales_are_those_whose_products_are_e4m3_values():
+    """All 127 x 8 products: a scale up to 64 is on the list if and only if its products are E4M3 values."""
+    values = set(E4M3_VALUES)
+    closed = [s for s in E4M3_VALUES if s <= 64 and all(v * s in values for v in E2M1_VALUES)]
+    assert list(rounding.CLOSED_SCALES) == closed
+    assert len(closed) == 41
+    beyond = [s for s in E4M3_VALUES if s > 64 and all(v * s in values for v in E2M1_VALUES)]
+    assert not beyond  # 64 is as large as they come
+
+
+def test_closed_products_pass_through_e4m3(device):
+    """What PyTorch's cast makes of the products, signs included."""
+    codes = rounding.e2m1_decode(torch.arange(16, dtype=torch.uint8, device=device))
+    products = codes[:, None] * torch.tensor(rounding.CLOSED_SCALES, device=device)
+    assert torch.equal(products.to(torch.float8_e4m3fn).float(), products)
+
+
+CLOSED_INPUTS = with_neighbours([*rounding.CLOSED_SCALES, *midpoints(rounding.CLOSED_SCALES), 65.0, 448.0, 1e10])
+
+
+def test_closed_nearest_everywhere(device):
+    x = CLOSED_INPUTS[CLOSED_INPUTS >= 0]
+    grid = rounding.CLOSED_SCALES
+    # Of two as near the larger one; differences of neighbouring float32 values are exact here.
+    expected = [max(grid, key=lambda s: (-abs(Fraction(v) - Fraction(s)), s)) for v in x.tolist()]
+    actual = rounding.closed_nearest(x.to(device))
+    assert actual.dtype is torch.float8_e4m3fn
+    assert actual.float().tolist() == expected
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_closed_up_everywhere(offset, device):
+    x = CLOSED_INPUTS[CLOSED_INPUTS >= 0]
+    grid = rounding.CLOSED_SCALES
+    first = [next((i for i, s in enumerate(grid) if s >= v), 40) for v in x.tolist()]
+    expected = [grid[min(i + offset, 40)] for i in first]
+    assert rounding.closed_up(x.to(device), offset).float().tolist() == expected
+
+
+@pytest.mark.parametrize("rule", [rounding.closed_nearest, rounding.closed_up])
+def test_closed_scales_saturate_and_keep_nan(rule, device):
+    x = torch.tensor([float("inf"), FLOAT32_MAX, 64.0, float("nan")], device=device)
+    assert rule(x).float().tolist()[:3] == [64.0] * 3
+    assert bool(rule(x).float()[3].isnan())
