@@ -18,6 +18,8 @@ LEVELS = [
     {"linear"},
     {"blocks"},
     {"convert"},
+    {"operands"},
+    {"monitoring"},
     {"_lightning_compat"},
     {"plugin", "_plugin"},
     {"precision", "fabric", "callbacks", "export"},

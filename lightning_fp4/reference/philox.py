@@ -16,7 +16,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _multiply(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of ``a * multiplier`` for 32-bit values held in int64, whose product wraps but loses no bit."""
+    """High and low 32 bits of ``a * multiplier``, both of 32 bits, in int64: the product wraps but loses no bit."""
     product = a * multiplier
     return (product >> 32) & _MASK, product & _MASK
 

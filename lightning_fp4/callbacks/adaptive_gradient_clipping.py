@@ -1,0 +1,306 @@
+"""AdaptiveGradientClipping: clip gradients by a threshold that follows their norm, or unit by unit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_fp4.callbacks import gradients
+from lightning_fp4.naming import clean_name, matches
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The algorithms
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippingState:
+    """What an adaptive threshold remembers.
+
+    Args:
+        threshold: the present threshold.
+        average: moving average of the gradient norm, 0 before the first step.
+        in_a_row: how many steps in a row clipped.
+        steps: finite steps seen.
+        clipped: steps that clipped.
+        skipped: steps that were skipped for a non-finite gradient.
+    """
+
+    threshold: float
+    average: float = 0.0
+    in_a_row: int = 0
+    steps: int = 0
+    clipped: int = 0
+    skipped: int = 0
+
+
+def next_state(
+    state: ClippingState,
+    norm: float,
+    *,
+    momentum: float = 0.98,
+    raise_after: int = 100,
+    raise_by: float = 0.05,
+    target: float = 0.8,
+    rate: float = 0.01,
+    adjust: bool = True,
+    bounds: tuple[float, float] = (0.0, math.inf),
+) -> ClippingState:
+    """The state after a step whose gradient norm, before clipping, was ``norm``.
+
+    Two forces move the threshold: after ``raise_after`` clipped steps in a row it grows by ``raise_by``; and it is
+    steered by ``rate`` of the way towards ``average / target``, so that the moving average of the norm comes to sit
+    near ``target`` of the threshold. Norms enter the average capped at four thresholds: one spike does not move it far.
+
+    Args:
+        state: before the step.
+        norm: finite norm of the gradient.
+        momentum: of the moving average.
+        raise_after: clipped steps in a row after which the threshold grows.
+        raise_by: by which share it then grows.
+        target: where the average should sit, as a share of the threshold.
+        rate: share of the way that steering goes in one step.
+        adjust: whether to steer in this step.
+        bounds: smallest and largest threshold.
+    """
+    capped = min(norm, 4 * state.threshold)
+    average = capped if state.steps == 0 else momentum * state.average + (1 - momentum) * capped
+    clips = norm > state.threshold
+    in_a_row = state.in_a_row + 1 if clips else 0
+    threshold = state.threshold
+    if in_a_row >= raise_after:
+        threshold, in_a_row = threshold * (1 + raise_by), 0
+    if adjust:
+        threshold += rate * (average / target - threshold)
+    return dataclasses.replace(
+        state,
+        threshold=min(max(threshold, bounds[0]), bounds[1]),
+        average=average,
+        in_a_row=in_a_row,
+        steps=state.steps + 1,
+        clipped=state.clipped + clips,
+    )
+
+
+def unit_norms(x: Tensor) -> Tensor:
+    """Norm of each unit's slice: of every row of a matrix (all axes but the first), of a whole vector or scalar."""
+    return torch.linalg.vector_norm(
+        x, dim=tuple(range(1, x.dim())) if x.dim() > 1 else None, keepdim=True, dtype=torch.float32
+    )
+
+
+def clip_unitwise(parameter: Tensor, gradient: Tensor, clip_factor: float, eps: float) -> Tensor:
+    """Clip each unit's gradient to ``clip_factor`` of its weights' norm, in place (Brock et al. 2021, equation 3).
+
+    ``DTensor`` shards are exact: norms of units that are cut are summed over the ranks.
+
+    Args:
+        parameter: the weights.
+        gradient: of the same shape.
+        clip_factor: largest ratio of gradient norm to weight norm.
+        eps: weight norms below it count as ``eps``.
+
+    Returns:
+        How many units were clipped, an integer scalar: over all ranks if sharded.
+    """
+    largest = unit_norms(parameter.detach()).clamp(min=eps) * clip_factor
+    norms = unit_norms(gradient)
+    factors = torch.where(norms > largest, largest / norms.clamp(min=1e-6), torch.ones_like(norms))
+    gradient.mul_(factors.to(gradient.dtype))
+    clipped = (norms > largest).sum()
+    return clipped.full_tensor() if isinstance(clipped, DTensor) else clipped
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The callback
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class AdaptiveGradientClipping(Callback):
+    """Clip gradients before each optimizer step by a threshold that adapts, and skip steps that are not finite.
+
+    With ``mode="norm"``, the practice of NVFP4 runs: the threshold of the total norm starts at a share of what a
+    high-precision run would use, grows when it clips all the time, and is steered so that the average norm sits at a
+    share of it. With ``mode="unitwise"``, each output unit's gradient is clipped to a share of that unit's weight norm
+    (Brock et al. 2021, arXiv 2102.06171). Gradients are the accumulated ones, over all ranks (DDP, FSDP2); works with
+    manual optimization and several optimizers. Logs ``grad_norm``, ``threshold``, ``clipped_fraction`` (of steps, or of
+    units) and ``skipped_steps`` under ``AdaptiveGradientClipping/``.
+
+    Args:
+        mode: ``"norm"`` or ``"unitwise"``.
+        threshold: norm at which a high-precision run would clip.
+        start: share of ``threshold`` to start with.
+        raise_after: clipped steps in a row after which the threshold grows.
+        raise_by: by which share it then grows.
+        target: where the average norm should sit, as a share of the threshold; ``None`` to never steer.
+        adjust_every_n_steps: steer in every n-th optimizer step only.
+        bounds: smallest and largest threshold as multiples of ``threshold``.
+        clip_factor: of ``mode="unitwise"``: largest ratio of gradient norm to weight norm.
+        eps: of ``mode="unitwise"``: weight norms below count as this, so that zero weights can learn.
+        ignore_modules: of ``mode="unitwise"``: modules whose parameters are not clipped; the paper leaves out the
+            output head.
+        skip_nonfinite: skip steps with an infinite or NaN gradient; weights and optimizer state then stay.
+        log: whether to log.
+
+    Raises:
+        ValueError: for an argument out of range.
+        MisconfigurationException: at the start of fitting, with DeepSpeed or FSDP1.
+
+    Example::
+
+        trainer = Trainer(plugins=[FP4Precision("nvfp4")], callbacks=[AdaptiveGradientClipping(threshold=1.0)])
+    """
+
+    def __init__(
+        self,
+        mode: Literal["norm", "unitwise"] = "norm",
+        *,
+        threshold: float = 1.0,
+        start: float = 0.65,
+        raise_after: int = 100,
+        raise_by: float = 0.05,
+        target: float | None = 0.8,
+        adjust_every_n_steps: int = 1,
+        bounds: tuple[float, float] = (0.1, 10.0),
+        clip_factor: float = 0.01,
+        eps: float = 1e-3,
+        ignore_modules: Collection[str] = (),
+        skip_nonfinite: bool = True,
+        log: bool = True,
+    ) -> None:
+        if mode not in ("norm", "unitwise"):
+            raise ValueError(f"`AdaptiveGradientClipping(mode={mode!r})` must be 'norm' or 'unitwise'.")
+        positive = {"threshold": threshold, "start": start, "raise_after": raise_after, "clip_factor": clip_factor}
+        positive |= {
+            "adjust_every_n_steps": adjust_every_n_steps,
+            "eps": eps,
+            "target": 1 if target is None else target,
+        }
+        for name, value in positive.items():
+            if not value > 0:
+                raise ValueError(f"`AdaptiveGradientClipping({name}={value})` must be above 0.")
+        if isinstance(ignore_modules, str):
+            raise ValueError(
+                f"`AdaptiveGradientClipping(ignore_modules={ignore_modules!r})` must be a collection of names, for "
+                f"example [{ignore_modules!r}]."
+            )
+        self.mode = mode
+        self.threshold = threshold
+        self.start = start
+        self.raise_after = raise_after
+        self.raise_by = raise_by
+        self.target = target
+        self.adjust_every_n_steps = adjust_every_n_steps
+        self.bounds = (bounds[0] * threshold, bounds[1] * threshold)
+        self.clip_factor = clip_factor
+        self.eps = eps
+        self.ignore_modules = tuple(ignore_modules)
+        self.skip_nonfinite = skip_nonfinite
+        self.log_metrics = log
+        #: State of each optimizer, by its position.
+        self.states: dict[int, ClippingState] = {}
+        self._ignored: set[int] = set()
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse strategies that hide gradients; warn if the Trainer clips too."""
+        if stage != "fit":
+            return
+        gradients.refuse_hidden_gradients(trainer, "AdaptiveGradientClipping")
+        if trainer.gradient_clip_val:
+            rank_zero_warn(
+                f"`Trainer(gradient_clip_val={trainer.gradient_clip_val})` clips what `AdaptiveGradientClipping` "
+                "leaves. Leave it out to clip once."
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find the parameters to leave alone."""
+        self._ignored = {
+            id(p) for name, p in pl_module.named_parameters() if matches(clean_name(name), self.ignore_modules)
+        }
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Clip the gradients of ``optimizer``, or drop them if they are not finite."""
+        parameters = gradients.parameters_of(optimizer)
+        if not parameters:  # another callback skips this step
+            return
+        index = gradients.index_of(trainer, optimizer)
+        state = self.states.get(index, ClippingState(threshold=self.start * self.threshold))
+        norm_on_device = gradients.total_norm(p.grad for p in parameters if p.grad is not None)
+        norm = norm_on_device.item()
+        units = clipped_units = 0
+        if not math.isfinite(norm) and self.skip_nonfinite:
+            gradients.drop(optimizer)
+            state = dataclasses.replace(state, skipped=state.skipped + 1)
+        elif self.mode == "norm":
+            if norm > state.threshold:
+                factor = state.threshold / (norm + 1e-6)
+                torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+            if math.isfinite(norm):
+                state = self._adapted(state, norm)
+        else:
+            units, clipped_units = self._clip_units(parameters)
+            state = dataclasses.replace(state, steps=state.steps + 1, clipped=state.clipped + (clipped_units > 0))
+        self.states[index] = state
+        if self.log_metrics and not trainer.barebones:
+            fraction = clipped_units / units if units else state.clipped / max(1, state.steps)
+            self._log(trainer, pl_module, index, state, norm, fraction)
+
+    def _adapted(self, state: ClippingState, norm: float) -> ClippingState:
+        return next_state(
+            state,
+            norm,
+            raise_after=self.raise_after,
+            raise_by=self.raise_by,
+            target=self.target or 1.0,
+            adjust=self.target is not None and (state.steps + 1) % self.adjust_every_n_steps == 0,
+            bounds=self.bounds,
+        )
+
+    def _clip_units(self, parameters: list[torch.nn.Parameter]) -> tuple[int, int]:
+        """Clip unit by unit; number of units, and of those that were clipped."""
+        chosen = [p for p in parameters if id(p) not in self._ignored]
+        clipped = [clip_unitwise(p, p.grad, self.clip_factor, self.eps) for p in chosen if p.grad is not None]
+        units = sum(p.shape[0] if p.dim() > 1 else 1 for p in chosen)
+        return units, int(torch.stack(clipped).sum().item()) if clipped else 0
+
+    def _log(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        index: int,
+        state: ClippingState,
+        norm: float,
+        fraction: float,
+    ) -> None:
+        values = {"grad_norm": norm, "clipped_fraction": fraction, "skipped_steps": float(state.skipped)}
+        if self.mode == "norm":
+            values["threshold"] = state.threshold
+        suffix = f"/optimizer{index}" if len(trainer.optimizers) > 1 else ""
+        pl_module.log_dict({f"AdaptiveGradientClipping/{name}{suffix}": value for name, value in values.items()})
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each optimizer's threshold, as plain data."""
+        return {str(index): dataclasses.asdict(state) for index, state in self.states.items()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken."""
+        self.states = {int(index): ClippingState(**state) for index, state in state_dict.items()}

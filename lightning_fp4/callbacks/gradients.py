@@ -1,0 +1,58 @@
+"""Gradients over all ranks: their parameters, their norm, and how to drop them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of an optimizer that have a gradient."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all gradients together as a float32 scalar, over the shards of ``DTensor`` too.
+
+    Every rank that holds a shard has to call it.
+    """
+    kinds: dict[object, list[Tensor]] = {}
+    for gradient in gradients:
+        placement = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else gradient.device
+        kinds.setdefault(placement, []).append(gradient)
+    norms = [torch.nn.utils.get_total_norm(tensors) for tensors in kinds.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    if not whole:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack([norm.float().to(whole[0].device) for norm in whole]))
+
+
+def drop(optimizer: Optimizer) -> None:
+    """Take the gradients away: the optimizer's next step changes neither weights nor its own state."""
+    for parameter in parameters_of(optimizer):
+        parameter.grad = None
+
+
+def index_of(trainer: pl.Trainer, optimizer: Optimizer) -> int:
+    """The position of an optimizer among the Trainer's."""
+    return next(i for i, candidate in enumerate(trainer.optimizers) if candidate is optimizer)
+
+
+def refuse_hidden_gradients(trainer: pl.Trainer, callback: str) -> None:
+    """Raise for strategies whose gradients a callback cannot see whole.
+
+    Raises:
+        MisconfigurationException: for DeepSpeed and for FSDP1.
+    """
+    if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
+        raise MisconfigurationException(
+            f"`{callback}` does not support `{type(trainer.strategy).__name__}`, which keeps gradients in flat shards "
+            "of its own. Use `ModelParallelStrategy` (FSDP2) or `DDPStrategy`."
+        )

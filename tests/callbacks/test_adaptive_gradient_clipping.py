@@ -1,0 +1,271 @@
+"""AdaptiveGradientClipping: its two algorithms by hand, and inside fits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from lightning_fp4.callbacks import AdaptiveGradientClipping
+from lightning_fp4.callbacks.adaptive_gradient_clipping import ClippingState, clip_unitwise, next_state
+from lightning_fp4.callbacks.gradients import total_norm
+from tests.callbacks.models import TinyModule, ddp, loader, run_ranks, trainer
+
+
+class Gradients(Callback):
+    """Copies the gradients before and after the callbacks between the two places where it stands."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[torch.Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        self.seen.append([p.grad.clone() for p in pl_module.parameters() if p.grad is not None])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The algorithms
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_threshold_grows_after_a_hundred_clipped_steps_in_a_row():
+    state = ClippingState(threshold=0.65)
+    for step in range(1, 251):
+        state = next_state(state, 2.0, adjust=False)
+        assert state.threshold == pytest.approx(0.65 * 1.05 ** (step // 100))
+    assert (state.steps, state.clipped, state.in_a_row) == (250, 250, 50)
+    state = next_state(state, 0.1, adjust=False)
+    assert state.in_a_row == 0
+    assert state.clipped == 250
+
+
+@pytest.mark.parametrize("norm", [0.05, 0.4, 3.0])
+def test_steering_brings_the_average_to_eighty_percent_of_the_threshold(norm):
+    rng = np.random.default_rng(0)
+    state = ClippingState(threshold=0.65)
+    for _ in range(3000):
+        state = next_state(state, norm * float(rng.uniform(0.8, 1.2)))
+    assert state.average / state.threshold == pytest.approx(0.8, rel=0.05)
+    assert state.average == pytest.approx(norm, rel=0.1)
+    assert state.clipped / state.steps < 0.5
+
+
+def test_one_step_of_the_threshold_by_hand():
+    state = ClippingState(threshold=1.0, average=0.5, steps=3)
+    after = next_state(state, 100.0)  # enters the average as 4 thresholds
+    assert after.average == pytest.approx(0.98 * 0.5 + 0.02 * 4)
+    assert after.threshold == pytest.approx(1.0 + 0.01 * (after.average / 0.8 - 1.0))
+    assert (after.steps, after.clipped, after.in_a_row) == (4, 1, 1)
+    assert next_state(state, 0.0, bounds=(1.0, 2.0)).threshold == 1.0
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (7,), (), (4, 3, 2)])
+def test_unitwise_clipping_equals_numpy(shape):
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(shape), torch.randn(shape) * torch.rand(shape) * 0.05
+    if len(shape) > 1:
+        weight[0], gradient[1], gradient[2] = 0, 0, gradient[2] * 1e-6
+    w, g = weight.numpy().astype(np.float64), gradient.numpy().astype(np.float64)
+    axes = tuple(range(1, w.ndim)) if w.ndim > 1 else None
+    norm_w = np.sqrt(np.square(w).sum(axis=axes, keepdims=True))
+    norm_g = np.sqrt(np.square(g).sum(axis=axes, keepdims=True))
+    largest = np.maximum(norm_w, 1e-3) * 0.01
+    expected = np.where(norm_g > largest, g * largest / np.maximum(norm_g, 1e-6), g)
+    clipped = clip_unitwise(weight, gradient, 0.01, 1e-3)
+    np.testing.assert_allclose(gradient.numpy(), expected, rtol=1e-5, atol=1e-12)
+    assert clipped == (norm_g > largest).sum()
+
+
+def test_total_norm_equals_numpy_for_mixed_dtypes():
+    tensors = [torch.randn(3, 4), torch.randn(5).double(), torch.randn(2, 2)]
+    flat = np.concatenate([t.double().numpy().ravel() for t in tensors])
+    assert total_norm(tensors).item() == pytest.approx(np.linalg.norm(flat), rel=1e-6)
+    assert total_norm([]).item() == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In a Trainer
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("manual", [False, True])
+def test_norm_mode_scales_the_accumulated_gradient(tmp_path, accumulate, manual):
+    if manual and accumulate > 1:
+        pytest.skip("the Trainer does not accumulate in manual optimization")
+    before, clip, after = Gradients(), AdaptiveGradientClipping(threshold=1e-2), Gradients()
+    fit = trainer(tmp_path, callbacks=[before, clip, after], accumulate_grad_batches=accumulate)
+    fit.fit(TinyModule(manual=manual), loader(6))
+    assert len(before.seen) == 6 // accumulate
+    state = ClippingState(threshold=0.65e-2)
+    for raw, clipped in zip(before.seen, after.seen, strict=True):
+        norm = float(np.linalg.norm(np.concatenate([g.double().numpy().ravel() for g in raw])))
+        factor = min(1.0, state.threshold / norm)
+        for a, b in zip(raw, clipped, strict=True):
+            torch.testing.assert_close(b, a * factor, rtol=1e-3, atol=1e-9)
+        state = next_state(state, norm, bounds=(1e-3, 1e-1))
+    assert clip.states[0].threshold == pytest.approx(state.threshold, rel=1e-4)
+    assert clip.states[0].clipped == state.clipped > 0
+    assert fit.callback_metrics["AdaptiveGradientClipping/clipped_fraction"] == 1.0
+
+
+def test_unitwise_mode_leaves_ignored_modules_alone(tmp_path):
+    before, after = Gradients(), Gradients()
+    clip = AdaptiveGradientClipping("unitwise", clip_factor=1e-4, ignore_modules=["lm_head"])
+    module = TinyModule()
+    fit = trainer(tmp_path, callbacks=[before, clip, after])
+    fit.fit(module, loader(1))
+    for (name, _), a, b in zip(module.named_parameters(), before.seen[0], after.seen[0], strict=True):
+        assert torch.equal(a, b) == (name == "model.lm_head.weight"), name
+    assert 0.9 < fit.callback_metrics["AdaptiveGradientClipping/clipped_fraction"] <= 1
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(tmp_path):
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            weights = [p.detach().clone() for p in pl_module.parameters()]
+            step = next(iter(trainer.optimizers[0].state.values()))["step"].item()
+            self.seen = [*getattr(self, "seen", []), (weights, step)]
+
+    watch, clip = Watch(), AdaptiveGradientClipping()
+    fit = trainer(tmp_path, callbacks=[clip, watch])
+    fit.fit(TinyModule(), loader(4, poisoned=(9,)))  # batch 2
+    same = [
+        all(map(torch.equal, watch.seen[i][0], watch.seen[i + 1][0])) and watch.seen[i][1] == watch.seen[i + 1][1]
+        for i in range(3)
+    ]
+    assert same == [False, True, False]
+    assert clip.states[0].skipped == 1
+    assert fit.callback_metrics["AdaptiveGradientClipping/skipped_steps"] == 1
+    assert clip.states[0].steps == 3
+
+
+def test_state_goes_through_a_checkpoint_and_resumes(tmp_path):
+    first = AdaptiveGradientClipping()
+    fit = trainer(tmp_path, callbacks=[first], max_steps=3, max_epochs=9)
+    fit.fit(TinyModule(), loader(8))
+    path = tmp_path / "a.ckpt"
+    fit.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)["callbacks"]["AdaptiveGradientClipping"]
+    assert saved["0"] == dataclasses.asdict(first.states[0])
+    resumed = AdaptiveGradientClipping()
+    trainer(tmp_path, callbacks=[resumed], max_steps=8, max_epochs=9).fit(TinyModule(), loader(8), ckpt_path=path)
+    straight = AdaptiveGradientClipping()
+    trainer(tmp_path, callbacks=[straight], max_steps=8, max_epochs=9).fit(TinyModule(), loader(8))
+    assert resumed.states[0].steps == straight.states[0].steps == 8
+    assert resumed.states[0].threshold == pytest.approx(straight.states[0].threshold, rel=0.02)
+
+
+class TwoOptimizers(TinyModule):
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        halves = [[], []]
+        for i, p in enumerate(self.parameters()):
+            halves[i % 2].append(p)
+        return [torch.optim.SGD(half, lr=1e-3) for half in halves]
+
+
+def test_each_optimizer_has_its_own_threshold(tmp_path):
+    clip = AdaptiveGradientClipping()
+    fit = trainer(tmp_path, callbacks=[clip])
+    fit.fit(TwoOptimizers(manual=True), loader(2))
+    assert {i: s.steps for i, s in clip.states.items()} == {0: 2, 1: 2}
+    assert clip.states[0].average != clip.states[1].average
+    assert "AdaptiveGradientClipping/threshold/optimizer1" in fit.callback_metrics
+
+
+@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True}])
+@pytest.mark.parametrize("mode", ["norm", "unitwise"])
+def test_special_runs(tmp_path, options, mode):
+    clip = AdaptiveGradientClipping(mode)
+    fit = trainer(tmp_path, callbacks=[clip], **options)
+    fit.fit(TinyModule(), loader(2), loader(1))
+    assert clip.states[0].steps > 0
+    if not options.get("barebones"):
+        fit.validate(TinyModule(), loader(1), verbose=False)
+
+
+def test_clipping_twice_warns(tmp_path):
+    with pytest.warns(UserWarning, match="clips what `AdaptiveGradientClipping` leaves"):
+        trainer(tmp_path, callbacks=[AdaptiveGradientClipping()], gradient_clip_val=1.0).fit(TinyModule(), loader(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "row"}, "'norm' or 'unitwise'"),
+        ({"threshold": 0}, r"threshold=0\)` must be above 0"),
+        ({"target": -1.0}, "target=-1.0"),
+        ({"ignore_modules": "lm_head"}, r"for example \['lm_head'\]"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdaptiveGradientClipping(**options)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Over ranks
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _ddp_rank(rank, directory):
+    clip, after = AdaptiveGradientClipping(threshold=1e-2), Gradients()
+    fit = trainer(directory, callbacks=[clip, after], **ddp(use_distributed_sampler=True))
+    fit.fit(TinyModule(), loader(8, batch_size=1, poisoned=(4,)))
+    weights = [p.detach() for p in fit.lightning_module.parameters()]
+    torch.save((dataclasses.asdict(clip.states[0]), weights, [len(g) for g in after.seen]), directory / f"{rank}.pt")
+
+
+def test_ddp_ranks_agree_when_one_has_a_bad_batch(tmp_path):
+    run_ranks(_ddp_rank, tmp_path)
+    (state0, weights0, left0), (state1, weights1, left1) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
+    assert state0 == state1
+    assert (state0["steps"], state0["skipped"]) == (3, 1)
+    assert left0 == left1
+    assert left0.count(0) == 1  # the step that had no gradients left, on both ranks
+    for a, b in zip(weights0, weights1, strict=True):
+        assert torch.equal(a, b)
+        assert a.isfinite().all()
+
+
+def _shard_rank(rank, directory):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    result = {}
+    for shape in [(6, 5), (5, 3), (7,)]:
+        for dim in range(len(shape)):
+            weight, gradient = torch.randn(shape), torch.randn(shape)
+            sharded = [distribute_tensor(t, mesh, [Shard(dim)]) for t in (weight, gradient)]
+            norm = total_norm([sharded[1], gradient])
+            count = clip_unitwise(nn.Parameter(sharded[0]), sharded[1], 0.5, 1e-3)
+            whole = gradient.clone()
+            expected_count = clip_unitwise(weight, whole, 0.5, 1e-3)
+            result[shape, dim] = (
+                norm.item() / (2**0.5 * gradient.norm().item()),
+                int(count) == int(expected_count),
+                (sharded[1].full_tensor() - whole).abs().max().item(),
+            )
+    torch.save(result, directory / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_sharded_gradients_clip_exactly(tmp_path):
+    run_ranks(_shard_rank, tmp_path)
+    for rank in range(2):
+        for ratio, same_count, difference in torch.load(tmp_path / f"{rank}.pt", weights_only=False).values():
+            assert ratio == pytest.approx(1, rel=1e-6)
+            assert same_count
+            assert difference < 1e-6
