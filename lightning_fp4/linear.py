@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_fp4 import matmul, ops
 from lightning_fp4.matmul import Operand, Side
 from lightning_fp4.recipes.base import Gemm, HotChannels, Recipe
-from lightning_fp4.tensor import FP4Tensor
+from lightning_fp4.tensor import FP4Operand, FP4Tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -107,8 +107,10 @@ def _forward(
     grad_weight: bool,
 ) -> tuple[Tensor, tuple[Side | None, Side | None]]:
     """The output, and what backward needs: the column forms of input and weight."""
-    fprop_input = Operand.lhs(recipe.fprop, _FPROP_INPUT)
-    fprop_weight = Operand.rhs(recipe.fprop, _FPROP_WEIGHT)
+    units = matmul.units_of(recipe.fprop, input.device)
+    at_once = None if matmul.needs_packed(recipe.fprop, hot_channels) else units
+    fprop_input = Operand.lhs(recipe.fprop, _FPROP_INPUT, at_once)
+    fprop_weight = Operand.rhs(recipe.fprop, _FPROP_WEIGHT, at_once)
     input_columns: Side | None = None
     weight_columns: Side | None = None
     if grad_weight:
@@ -124,7 +126,7 @@ def _forward(
     mean = matmul.mean_product(input_rows, weight_rows, weight, fprop_input.quantizer)
     if mean is not None:
         bias = mean if bias is None else mean + bias
-    out = matmul.patched_multiply(input_rows, weight_rows, recipe.fprop, hot_channels, bias, input.dtype)
+    out = matmul.patched_multiply(input_rows, weight_rows, recipe.fprop, hot_channels, bias, input.dtype, units)
     return out, (input_columns, weight_columns)
 
 
@@ -159,17 +161,24 @@ class _FP4Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (input_columns, weight_columns), weight = _load(ctx)
         grad_output = grad_output.contiguous()  # so that strides do not decide the order of any sum
-        dgrad_output = Operand.lhs(ctx.recipe.dgrad, _DGRAD_OUTPUT)
-        wgrad_output = Operand.lhs(ctx.recipe.wgrad, _WGRAD_OUTPUT)
+        device = grad_output.device
+        dgrad_output = Operand.lhs(ctx.recipe.dgrad, _DGRAD_OUTPUT, matmul.units_of(ctx.recipe.dgrad, device))
+        wgrad_output = Operand.lhs(ctx.recipe.wgrad, _WGRAD_OUTPUT, matmul.units_of(ctx.recipe.wgrad, device))
         seed = ops.draw_seed(ctx.rng_state) if dgrad_output.stochastic or wgrad_output.stochastic else None
-        grad_input = grad_weight = grad_bias = None
-        if weight_columns is not None:
+        rows: Side | None = None
+        columns: Side | None = None
+        if weight_columns is not None and input_columns is not None:
+            rows, columns = matmul.quantize_both(grad_output, dgrad_output, wgrad_output, seed)
+        elif weight_columns is not None:
             rows = matmul.quantize_rows(grad_output, dgrad_output, seed)
+        elif input_columns is not None:
+            columns = matmul.quantize_columns(grad_output, wgrad_output, seed)
+        grad_input = grad_weight = grad_bias = None
+        if rows is not None and weight_columns is not None:
             transposed = None if weight is None else weight.T
             mean = matmul.mean_product(rows, weight_columns, transposed, dgrad_output.quantizer)
             grad_input = matmul.multiply(rows, weight_columns, mean, grad_output.dtype)
-        if input_columns is not None:
-            columns = matmul.quantize_columns(grad_output, wgrad_output, seed)
+        if columns is not None and input_columns is not None:
             dtype = ctx.weight_dtype if columns.mean is None else torch.float32
             product = matmul.multiply(columns, input_columns, None, grad_output.dtype, dtype)
             product = matmul.add_mean_outer(product, columns, input_columns, grad_output.shape[0])
@@ -189,6 +198,7 @@ def _save(ctx: Any, sides: tuple[Side | None, ...], weight: Tensor | None) -> No
             tensors += [matrix.codes, matrix.scales, matrix.amax]
             layout.append((matrix.encoded_max, matrix.format, matrix.shape))
         else:
+            assert not isinstance(matrix, FP4Operand)  # what is kept stays packed
             tensors += [matrix, None, None]
             layout.append(None)
         tensors.append(None if side is None else side.mean)

@@ -11,10 +11,10 @@ from torch import Tensor
 from lightning_fp4 import ops
 from lightning_fp4.quantizer import Quantizer, Rounding
 from lightning_fp4.recipes.base import Gemm, HotChannels
-from lightning_fp4.tensor import FP4Tensor
+from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units
 
-Matrix = FP4Tensor | Tensor
-"""A GEMM operand: quantised, or a plain tensor that stays in high precision."""
+Matrix = FP4Tensor | FP4Operand | Tensor
+"""A GEMM operand: quantised, quantised and decoded for the GEMM's units, or a plain tensor in high precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,21 +25,27 @@ class Operand:
         quantizer: how it is quantised, ``None`` to leave it as it is.
         hadamard: group length of the rotation along the contraction axis.
         stream: the random stream that stochastic rounding draws from; each operand of a layer has its own.
+        units: what will multiply it at once, so that it is decoded on the spot; ``None`` to keep it packed.
     """
 
     quantizer: Quantizer | None
     hadamard: int | None
     stream: int
+    units: Units | None = None
 
     @staticmethod
-    def lhs(gemm: Gemm | None, stream: int) -> Operand:
+    def lhs(gemm: Gemm | None, stream: int, units: Units | None = None) -> Operand:
         """The left side of a GEMM."""
-        return Operand(quantizer=gemm.lhs if gemm else None, hadamard=gemm.hadamard if gemm else None, stream=stream)
+        return Operand(
+            quantizer=gemm.lhs if gemm else None, hadamard=gemm.hadamard if gemm else None, stream=stream, units=units
+        )
 
     @staticmethod
-    def rhs(gemm: Gemm | None, stream: int) -> Operand:
+    def rhs(gemm: Gemm | None, stream: int, units: Units | None = None) -> Operand:
         """The right side of a GEMM."""
-        return Operand(quantizer=gemm.rhs if gemm else None, hadamard=gemm.hadamard if gemm else None, stream=stream)
+        return Operand(
+            quantizer=gemm.rhs if gemm else None, hadamard=gemm.hadamard if gemm else None, stream=stream, units=units
+        )
 
     @property
     def stochastic(self) -> bool:
@@ -80,15 +86,24 @@ def quantize_columns(x: Tensor, operand: Operand, seed: Tensor | None = None) ->
 
 def quantize_both(x: Tensor, rows: Operand, columns: Operand, seed: Tensor | None = None) -> tuple[Side, Side]:
     """Both operands that one tensor feeds: :func:`quantize_rows` and :func:`quantize_columns` of it."""
-    if rows.quantizer is None or columns.quantizer is None or rows.quantizer.center != columns.quantizer.center:
+    if rows.quantizer is None or columns.quantizer is None or rows.hadamard is not None:
+        return quantize_rows(x, rows, seed), quantize_columns(x, columns, seed)
+    if rows.quantizer.center != columns.quantizer.center:
         return quantize_rows(x, rows, seed), quantize_columns(x, columns, seed)
     source, mean = _center(x, rows.quantizer)
-    by_rows = _rows(source, mean, rows, seed)
-    same = rows.quantizer == columns.quantizer and rows.hadamard is None and columns.hadamard is None
-    matrix, block = by_rows.matrix, rows.quantizer.format.block
-    if same and not rows.stochastic and isinstance(matrix, FP4Tensor) and block[0] == block[1]:
-        return by_rows, Side(matrix=ops.transpose(matrix), mean=by_rows.mean)
-    return by_rows, _columns(source, mean, columns, seed)
+    by_rows, by_columns = ops.quantize_both(
+        source,
+        rows.quantizer,
+        columns.quantizer,
+        hadamard=columns.hadamard,
+        seed=seed,
+        streams=(rows.stream, columns.stream),
+        units=(rows.units, columns.units),
+    )
+    return (
+        Side(matrix=by_rows, mean=_round_mean(mean, rows.quantizer), source=source),
+        Side(matrix=by_columns, mean=_round_mean(mean, columns.quantizer)),
+    )
 
 
 def _center(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]:
@@ -97,14 +112,22 @@ def _center(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]:
 
 def _rows(source: Tensor, mean: Tensor | None, operand: Operand, seed: Tensor | None) -> Side:
     assert operand.quantizer is not None
-    matrix = ops.quantize(source, operand.quantizer, hadamard=operand.hadamard, seed=seed, stream=operand.stream)
+    matrix = ops.quantize(
+        source, operand.quantizer, hadamard=operand.hadamard, seed=seed, stream=operand.stream, units=operand.units
+    )
     return Side(matrix=matrix, mean=_round_mean(mean, operand.quantizer), source=source)
 
 
 def _columns(source: Tensor, mean: Tensor | None, operand: Operand, seed: Tensor | None) -> Side:
     assert operand.quantizer is not None
     matrix = ops.quantize(
-        source, operand.quantizer, hadamard=operand.hadamard, transposed=True, seed=seed, stream=operand.stream
+        source,
+        operand.quantizer,
+        hadamard=operand.hadamard,
+        transposed=True,
+        seed=seed,
+        stream=operand.stream,
+        units=operand.units,
     )
     return Side(matrix=matrix, mean=_round_mean(mean, operand.quantizer))
 
@@ -113,11 +136,18 @@ def _round_mean(mean: Tensor | None, quantizer: Quantizer) -> Tensor | None:
     """The mean as the product will use it: exact, or (Averis' own form) in four bits, rounded to nearest."""
     if mean is None or quantizer.center is None or quantizer.center.mean == "exact":
         return mean
-    return ops.dequantize(ops.quantize(mean, dataclasses.replace(quantizer, rounding=Rounding.NEAREST, center=None)))
+    rounded = ops.quantize(mean, dataclasses.replace(quantizer, rounding=Rounding.NEAREST, center=None))
+    assert isinstance(rounded, FP4Tensor)
+    return ops.dequantize(rounded)
 
 
 def multiply(
-    lhs: Side, rhs: Side, bias: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype | None = None
+    lhs: Side,
+    rhs: Side,
+    bias: Tensor | None,
+    compute_dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
+    units: Units | None = None,
 ) -> Tensor:
     """``lhs @ rhs.T + bias`` without what centring took out.
 
@@ -130,15 +160,18 @@ def multiply(
         bias: ``[N]`` or ``None``.
         compute_dtype: operand dtype of an ordinary product.
         dtype: of the result, ``compute_dtype`` if not given.
+        units: of the FP4 GEMM, see :func:`ops.gemm`.
     """
     dtype = dtype or compute_dtype
-    if isinstance(lhs.matrix, FP4Tensor) and isinstance(rhs.matrix, FP4Tensor):
-        return ops.gemm(lhs.matrix, rhs.matrix, bias, dtype)
-    a, b = (
-        ops.dequantize(m, compute_dtype) if isinstance(m, FP4Tensor) else m.to(compute_dtype)
-        for m in (lhs.matrix, rhs.matrix)
-    )
+    if not isinstance(lhs.matrix, Tensor) and not isinstance(rhs.matrix, Tensor):
+        return ops.gemm(lhs.matrix, rhs.matrix, bias, dtype, units)
+    a, b = (_in_high_precision(side.matrix, compute_dtype) for side in (lhs, rhs))
     return torch.nn.functional.linear(a, b, None if bias is None else bias.to(compute_dtype)).to(dtype)
+
+
+def _in_high_precision(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    assert not isinstance(matrix, FP4Operand), "decoded for units that do not multiply it"
+    return ops.dequantize(matrix, dtype) if isinstance(matrix, FP4Tensor) else matrix.to(dtype)
 
 
 def mean_product(lhs: Side, rhs: Side, weight: Tensor | None, quantizer: Quantizer | None) -> Tensor | None:
@@ -157,8 +190,7 @@ def mean_product(lhs: Side, rhs: Side, weight: Tensor | None, quantizer: Quantiz
     if quantizer.center.mean == "exact":
         assert weight is not None
         return ops.times_matrix(lhs.mean, weight)
-    decoded = ops.dequantize(rhs.matrix) if isinstance(rhs.matrix, FP4Tensor) else rhs.matrix
-    return ops.times_matrix(lhs.mean, decoded)
+    return ops.times_matrix(lhs.mean, _in_high_precision(rhs.matrix, torch.float32))
 
 
 def add_mean_outer(product: Tensor, lhs: Side, rhs: Side, tokens: int) -> Tensor:
@@ -169,6 +201,18 @@ def add_mean_outer(product: Tensor, lhs: Side, rhs: Side, tokens: int) -> Tensor
     if lhs.mean is None or rhs.mean is None:
         return product
     return torch.addcmul(product, lhs.mean.T * tokens, rhs.mean)
+
+
+def needs_packed(gemm: Gemm | None, channels: Tensor | None) -> bool:
+    """Whether the operands of ``gemm`` have to stay packed until it runs, with these hot channels.
+
+    Patches are made from both operands' codes, and a mean in four bits meets the right operand as it decodes exactly,
+    which units that round once more would not show.
+    """
+    if gemm is None or gemm.lhs is None:
+        return False
+    is_patched = gemm.hot_channels is not None and channels is not None and channels.shape[0] > 0
+    return is_patched or (gemm.lhs.center is not None and gemm.lhs.center.mean == "fp4")
 
 
 _PATCH_PARTS: dict[str, tuple[ops.PatchParts, ops.PatchParts]] = {
@@ -186,11 +230,12 @@ def patched_multiply(
     channels: Tensor | None,
     bias: Tensor | None,
     compute_dtype: torch.dtype,
+    units: Units | None = None,
 ) -> Tensor:
     """:func:`multiply` with the errors of the hot ``channels`` (int64 ``[k]`` or ``None``) patched as ``gemm`` says."""
     hot = gemm.hot_channels if gemm else None
     if hot is None or channels is None or channels.shape[0] == 0:
-        return multiply(lhs, rhs, bias, compute_dtype)
+        return multiply(lhs, rhs, bias, compute_dtype, units=units)
     assert gemm is not None
     assert gemm.lhs is not None
     assert gemm.rhs is not None
@@ -200,7 +245,7 @@ def patched_multiply(
     assert lhs.source is not None
     assert rhs.source is not None
     if hot.mode == "high_precision":
-        product = ops.gemm(a, b, bias, torch.float32)
+        product = ops.gemm(a, b, bias, torch.float32, units)
         left, right = _plain_patch(lhs.source, a, rhs.source, b, hot, channels)
         patch = torch.nn.functional.linear(left.to(compute_dtype), right.to(compute_dtype))
         return (product + patch).to(compute_dtype)
@@ -208,9 +253,10 @@ def patched_multiply(
     left_patch = ops.patch_columns(lhs.source, a, gemm.lhs, channels, parts[0])
     right_patch = ops.patch_columns(rhs.source, b, gemm.rhs, channels, parts[1])
     if hot.mode == "single":
-        return ops.gemm(ops.concatenate(a, left_patch), ops.concatenate(b, right_patch), bias, compute_dtype)
-    product = ops.gemm(a, b, bias, torch.float32)
-    return (product + ops.gemm(left_patch, right_patch, None, torch.float32)).to(compute_dtype)
+        left_columns, right_columns = ops.concatenate(a, left_patch), ops.concatenate(b, right_patch)
+        return ops.gemm(left_columns, right_columns, bias, compute_dtype, units)
+    product = ops.gemm(a, b, bias, torch.float32, units)
+    return (product + ops.gemm(left_patch, right_patch, None, torch.float32, units)).to(compute_dtype)
 
 
 def _plain_patch(
@@ -250,7 +296,19 @@ def channel_scores(x: Tensor, w: Tensor, gemm: Gemm) -> Tensor:
     return ops.channel_scores(lhs.source, lhs.matrix, w, rhs.matrix, gemm.hot_channels.score)
 
 
+def units_of(gemm: Gemm | None, device: torch.device) -> Units | None:
+    """The units that multiply the operands of this GEMM; ``None`` if they are not both quantised."""
+    if gemm is None or gemm.lhs is None or gemm.rhs is None:
+        return None
+    return ops.gemm_path(device, gemm.lhs, gemm.rhs, gemm.units)
+
+
 def describe(gemm: Gemm | None, device: torch.device) -> str:
     """The units that :func:`multiply` uses for this GEMM, as reports name them."""
-    quantized = gemm is not None and gemm.lhs is not None and gemm.rhs is not None
-    return ops.gemm_path(device) if quantized else "high_precision"
+    units = units_of(gemm, device)
+    if units is None:
+        return "high_precision"
+    assert gemm is not None
+    exact = ops.is_exact(units, gemm.lhs, gemm.rhs)
+    emulated = " emulated" if units == "fp8" and device.type != "cuda" else ""
+    return f"{units}{emulated}{'' if exact else ' (one extra rounding)'}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lightning_fp4.convert import fp4_layers
 from lightning_fp4.linear import FP4Layer
 from lightning_fp4.naming import clean_name, role_of
 from lightning_fp4.quantizer import Quantizer
+from lightning_fp4.tensor import FP4Tensor
 
 OperandName = Literal["input", "weight", "grad_output"]
 OPERANDS: tuple[OperandName, ...] = ("input", "weight", "grad_output")
@@ -82,7 +83,7 @@ def measure(x: Tensor, quantizer: Quantizer | None, top_k: int) -> tuple[dict[st
     }
     if quantizer is not None:
         seed = torch.tensor([_SEED_KEY, 0], device=x.device)
-        quantized = [ops.quantize(matrix, quantizer, seed=seed) for matrix in x]
+        quantized = cast(list[FP4Tensor], [ops.quantize(matrix, quantizer, seed=seed) for matrix in x])
         decoded = torch.stack([ops.dequantize(q) for q in quantized])
         codes = torch.stack([q.codes for q in quantized])
         scales = torch.stack([q.scales.float() for q in quantized])

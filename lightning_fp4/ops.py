@@ -6,28 +6,75 @@ their rounding), pure except for :func:`draw_seed`, and unaffected by autocast.
 
 import functools
 from collections.abc import Callable
-from typing import Literal, Optional
+from types import ModuleType
+from typing import Any, Literal, Optional
 
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
 from lightning_fp4 import reference
-from lightning_fp4.formats import E2M1, E4M3, FORMATS, BlockFormat
+from lightning_fp4.formats import E4M3, FORMATS, BlockFormat
 from lightning_fp4.quantizer import Quantizer, Rounding
-from lightning_fp4.tensor import FP4Tensor
-
-GemmPath = Literal["fp32", "bf16"]
-
-
-def gemm_path(device: torch.device) -> GemmPath:
-    """Which units multiply decoded FP4 operands here: ``"bf16"`` on a GPU, ``"fp32"`` on a CPU, both exact."""
-    return "bf16" if device.type == "cuda" else "fp32"
+from lightning_fp4.recipes.base import GemmUnits
+from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units
 
 
-def backend(device: torch.device) -> Literal["reference"]:
-    """Which implementation quantises on this device."""
-    return "reference"
+@functools.cache
+def _triton_kernels() -> Optional[ModuleType]:
+    """The kernels, if Triton is installed."""
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError:
+        return None
+    from lightning_fp4 import kernels
+
+    return kernels
+
+
+def backend(device: torch.device) -> Literal["triton", "reference"]:
+    """Which implementation quantises on this device: Triton kernels on NVIDIA GPUs from Ampere on, if installed."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return "reference"
+    return "reference" if _triton_kernels() is None else "triton"
+
+
+def _kernels(x: Tensor) -> Any:
+    """The kernels for ``x``, ``None`` if it is the reference's turn."""
+    return _triton_kernels() if x.is_cuda and backend(x.device) == "triton" else None
+
+
+def gemm_path(
+    device: torch.device, lhs: Quantizer | None = None, rhs: Quantizer | None = None, wanted: GemmUnits = "auto"
+) -> Units:
+    """Which units multiply two quantised operands on this device; without quantisers, those that suit all formats.
+
+    ``"auto"`` takes FP8 units where they are exact and BF16 units, which are exact for every format, elsewhere. A CPU
+    computes in float32; it can show what FP8 units would give, from the same E4M3 operands.
+
+    Raises:
+        ValueError: if FP8 units are asked for and the device has none, or the formats have no scale per tensor.
+    """
+    suits = all(q is not None and q.format.global_scale == "tensor" for q in (lhs, rhs))
+    if wanted == "fp8":
+        if not suits:
+            raise ValueError(f"`units='fp8'` needs formats with one scale per tensor, got {lhs} and {rhs}.")
+        if not _has_fp8(device):
+            raise ValueError(f"`units='fp8'`: {device} has no FP8 units (Ada and Hopper do). Use units='auto'.")
+        return "fp8"
+    if device.type != "cuda":
+        return "fp32"
+    exact = suits and wanted == "auto" and is_exact("fp8", lhs, rhs)
+    return "fp8" if exact and _has_fp8(device) else "bf16"
+
+
+def _has_fp8(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def is_exact(units: Units, lhs: Quantizer | None, rhs: Quantizer | None) -> bool:
+    """Whether these units multiply these operands without rounding them first."""
+    return units != "fp8" or all(q is not None and q.scale_rule.is_closed for q in (lhs, rhs))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -55,7 +102,8 @@ def quantize(
     transposed: bool = False,
     seed: Tensor | None = None,
     stream: int = 0,
-) -> FP4Tensor:
+    units: Units | None = None,
+) -> FP4Tensor | FP4Operand:
     """Quantise a matrix, or its transpose, along the last axis.
 
     Args:
@@ -65,31 +113,49 @@ def quantize(
         transposed: quantise ``x.T`` in place of ``x``.
         seed: int64 ``[2]`` from :func:`draw_seed`; needed by stochastic rounding only.
         stream: which of the independent random streams of this seed to use.
+        units: decode the result at once for these units of a GEMM; ``None`` for packed codes and scales.
 
     Raises:
         ValueError: if stochastic rounding is asked for without a seed.
     """
-    if quantizer.rounding is Rounding.STOCHASTIC and seed is None:
+    stochastic = quantizer.rounding is Rounding.STOCHASTIC
+    if stochastic and seed is None:
         raise ValueError("`quantize` with stochastic rounding needs a `seed`, an int64 tensor [key, step].")
     rows, columns = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
-    codes, scales, amax = _quantize(
+    names = (quantizer.format.name, quantizer.rounding.value, quantizer.scale_rule.value)
+    parts = _quantize(x, *names, hadamard or 0, transposed, seed if stochastic else None, stream, units or "")
+    return _assemble(parts, quantizer, units, rows, columns)
+
+
+def quantize_both(
+    x: Tensor,
+    rows: Quantizer,
+    columns: Quantizer,
+    *,
+    hadamard: int | None = None,
+    seed: Tensor | None = None,
+    streams: tuple[int, int] = (0, 0),
+    units: tuple[Units | None, Units | None] = (None, None),
+) -> tuple[FP4Tensor | FP4Operand, FP4Tensor | FP4Operand]:
+    """:func:`quantize` of ``x`` and of ``x.T``, reading ``x`` once; ``hadamard`` rotates the latter only.
+
+    Raises:
+        ValueError: if stochastic rounding is asked for without a seed.
+    """
+    stochastic = Rounding.STOCHASTIC in (rows.rounding, columns.rounding)
+    if stochastic and seed is None:
+        raise ValueError("`quantize_both` with stochastic rounding needs a `seed`, an int64 tensor [key, step].")
+    parts = _quantize_both(
         x,
-        quantizer.format.name,
-        quantizer.rounding.value,
-        quantizer.scale_rule.value,
+        _spec(rows),
+        _spec(columns),
         hadamard or 0,
-        transposed,
-        seed if quantizer.rounding is Rounding.STOCHASTIC else None,
-        stream,
+        seed if stochastic else None,
+        *streams,
+        *(choice or "" for choice in units),
     )
-    return FP4Tensor(
-        codes=codes,
-        scales=scales,
-        amax=amax if quantizer.format.global_scale else None,
-        encoded_max=quantizer.scale_rule.scale_max * E2M1.max,
-        format=quantizer.format,
-        shape=(rows, columns),
-    )
+    by_rows = _assemble(parts[:3], rows, units[0], x.shape[0], x.shape[1])
+    return by_rows, _assemble(parts[3:], columns, units[1], x.shape[1], x.shape[0])
 
 
 def transpose(x: FP4Tensor) -> FP4Tensor:
@@ -110,26 +176,34 @@ def dequantize(x: FP4Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return _dequantize(x.codes, x.scales, x.amax, x.format.name, x.encoded_max, *x.shape, dtype)
 
 
-def gemm(lhs: FP4Tensor, rhs: FP4Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``lhs @ rhs.T + bias``, summed in float32 and rounded once to ``dtype``: ``[lhs rows, rhs rows]``."""
+def operand(x: FP4Tensor, units: Units) -> FP4Operand:
+    """Decode for the units of a GEMM."""
+    values, factor = _operand(x.codes, x.scales, x.amax, x.format.name, x.encoded_max, *x.shape, units)
+    return FP4Operand(values=values, factor=factor if x.amax is not None else None, shape=x.shape)
+
+
+def gemm(
+    lhs: FP4Tensor | FP4Operand,
+    rhs: FP4Tensor | FP4Operand,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    units: Units | None = None,
+) -> Tensor:
+    """``lhs @ rhs.T + bias``, summed in float32 and rounded once to ``dtype``: ``[lhs rows, rhs rows]``.
+
+    Args:
+        lhs: ``[M, K]``.
+        rhs: ``[N, K]``.
+        bias: ``[N]`` or ``None``.
+        dtype: of the result.
+        units: what multiplies; those that a decoded operand is made for, else exact ones, if not given.
+    """
     assert lhs.shape[1] == rhs.shape[1]
-    return _gemm(
-        lhs.codes,
-        lhs.scales,
-        lhs.amax,
-        lhs.format.name,
-        lhs.encoded_max,
-        rhs.codes,
-        rhs.scales,
-        rhs.amax,
-        rhs.format.name,
-        rhs.encoded_max,
-        bias,
-        lhs.shape[0],
-        rhs.shape[0],
-        lhs.shape[1],
-        dtype,
-    )
+    decoded = [m.units for m in (lhs, rhs) if isinstance(m, FP4Operand)]
+    units = units or (decoded[0] if decoded else gemm_path(lhs.codes.device))  # type: ignore[union-attr]
+    a, b = (m if isinstance(m, FP4Operand) else operand(m, units) for m in (lhs, rhs))
+    assert a.units == b.units == units
+    return _multiply(a.values, a.factor, b.values, b.factor, bias, dtype)
 
 
 def center(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,6 +344,78 @@ def _(rng_state: Tensor) -> Tensor:
     return torch.empty_like(rng_state)
 
 
+def _spec(quantizer: Quantizer) -> str:
+    """A quantiser as an operator's argument."""
+    return f"{quantizer.format.name}/{quantizer.rounding.value}/{quantizer.scale_rule.value}"
+
+
+def _parse(spec: str) -> Quantizer:
+    name, rounding, rule = spec.split("/")
+    return Quantizer(format=FORMATS[name], rounding=rounding, scale_rule=rule)  # type: ignore[arg-type]
+
+
+_OPERAND_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+_Parts = tuple[Tensor, Tensor, Tensor]
+"""Codes, scales and maximum of a packed form; values, nothing and factor of a decoded one."""
+
+
+def _parts(x: Tensor, form: FP4Tensor | FP4Operand) -> _Parts:
+    """A form as an operator's results; what it lacks becomes an empty tensor."""
+    if isinstance(form, FP4Operand):
+        none = x.new_empty(0, dtype=torch.uint8)
+        return form.values, none, x.new_empty(0, 0, dtype=torch.float32) if form.factor is None else form.factor
+    return form.codes, form.scales, x.new_empty(0, 0, dtype=torch.float32) if form.amax is None else form.amax
+
+
+def _assemble(parts: tuple[Tensor, ...], quantizer: Quantizer, units: Units | None, *shape: int) -> Any:
+    """The form that :func:`_parts` took apart."""
+    rows, columns = shape
+    first, scales, last = parts
+    global_part = last if quantizer.format.global_scale else None
+    if units is not None:
+        return FP4Operand(values=first, factor=global_part, shape=(rows, columns))
+    return FP4Tensor(
+        codes=first,
+        scales=scales,
+        amax=global_part,
+        encoded_max=quantizer.scale_rule.encoded_max,
+        format=quantizer.format,
+        shape=(rows, columns),
+    )
+
+
+def _fake_parts(x: Tensor, quantizer: Quantizer, units: str, rows: int, columns: int) -> _Parts:
+    """What :func:`_parts` gives, without data."""
+    codes, scales, scale_dtype = _storage(quantizer.format, rows, columns)
+    last = {"tensor": (1, 1), "row": (rows, 1), None: (0, 0)}[quantizer.format.global_scale]
+    if units:
+        values = x.new_empty((codes[0], codes[1] * 2), dtype=_OPERAND_DTYPES[units])
+        return values, x.new_empty(0, dtype=torch.uint8), x.new_empty(last, dtype=torch.float32)
+    return (
+        x.new_empty(codes, dtype=torch.uint8),
+        x.new_empty(scales, dtype=scale_dtype),
+        x.new_empty(last, dtype=torch.float32),
+    )
+
+
+def _reference_form(
+    x: Tensor, quantizer: Quantizer, hadamard: int, seed: Optional[Tensor], stream: int, units: Any
+) -> FP4Tensor | FP4Operand:
+    """One form of ``x`` by the reference."""
+    columns = x.shape[1]
+    if hadamard:
+        x = reference.rotate(x, hadamard)
+    bits = None
+    if quantizer.rounding is Rounding.STOCHASTIC:
+        assert seed is not None
+        padded = x.shape[1] + -x.shape[1] % quantizer.format.block[1]
+        bits = reference.random_bytes(x.shape[0], padded, seed, stream)
+    quantized = reference.quantize(x, quantizer, random_bits=bits)
+    assert quantized.codes.shape[1] * 2 >= columns
+    return reference.operand(quantized, units) if units else quantized
+
+
 @_operator("quantize")
 def _quantize(
     x: Tensor,
@@ -280,35 +426,82 @@ def _quantize(
     transposed: bool,
     seed: Optional[Tensor],
     stream: int,
+    units: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    quantizer = Quantizer(format=FORMATS[format], rounding=Rounding(rounding), scale_rule=scale_rule)  # type: ignore[arg-type]
-    matrix = x.T if transposed else x
-    columns = matrix.shape[1]
-    if hadamard:
-        matrix = reference.rotate(matrix, hadamard)
-    bits = None
-    if seed is not None:
-        padded = matrix.shape[1] + -matrix.shape[1] % quantizer.format.block[1]
-        bits = reference.random_bytes(matrix.shape[0], padded, seed, stream)
-    quantized = reference.quantize(matrix, quantizer, random_bits=bits)
-    assert quantized.codes.shape[1] * 2 >= columns
-    amax = quantized.amax if quantized.amax is not None else x.new_empty(0, 0, dtype=torch.float32)
-    return quantized.codes, quantized.scales, amax
+    parsed = _parse(f"{format}/{rounding}/{scale_rule}")
+    kernels = _kernels(x)
+    if kernels is not None and kernels.supports(parsed, hadamard or None, units or None):
+        form = kernels.quantize(
+            x,
+            parsed,
+            hadamard=hadamard or None,
+            transposed=transposed,
+            seed=seed,
+            stream=stream,
+            units=units or None,
+        )
+    else:
+        form = _reference_form(x.T if transposed else x, parsed, hadamard, seed, stream, units)
+    return _parts(x, form)
 
 
 @_quantize.register_fake
-def _(x, format, rounding, scale_rule, hadamard, transposed, seed, stream):  # type: ignore[no-untyped-def]
-    block_format = FORMATS[format]
+def _(x, format, rounding, scale_rule, hadamard, transposed, seed, stream, units=""):  # type: ignore[no-untyped-def]
     rows, columns = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
     if hadamard:
         columns = (columns + hadamard - 1) // hadamard * hadamard
-    codes, scales, scale_dtype = _storage(block_format, rows, columns)
-    amax = {"tensor": (1, 1), "row": (rows, 1), None: (0, 0)}[block_format.global_scale]
-    return (
-        x.new_empty(codes, dtype=torch.uint8),
-        x.new_empty(scales, dtype=scale_dtype),
-        x.new_empty(amax, dtype=torch.float32),
-    )
+    return _fake_parts(x, _parse(f"{format}/{rounding}/{scale_rule}"), units, rows, columns)
+
+
+@_operator("quantize_both")
+def _quantize_both(
+    x: Tensor,
+    rows: str,
+    columns: str,
+    hadamard: int,
+    seed: Optional[Tensor],
+    row_stream: int,
+    column_stream: int,
+    row_units: str,
+    column_units: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    by_rows, by_columns = _parse(rows), _parse(columns)
+    kernels = _kernels(x)
+    first: Any
+    second: Any
+    if (
+        kernels is not None
+        and kernels.supports(by_rows, None, row_units or None)
+        and kernels.supports(by_columns, hadamard or None, column_units or None)
+    ):
+        first, second = kernels.quantize_both(
+            x,
+            kernels.Form(quantizer=by_rows, stream=row_stream, units=row_units or None),
+            kernels.Form(quantizer=by_columns, stream=column_stream, units=column_units or None),
+            hadamard=hadamard or None,
+            seed=seed,
+        )
+    else:
+        first = _reference_form(x, by_rows, 0, seed, row_stream, "")
+        block_rows, block_columns = by_rows.format.block
+        if by_rows == by_columns and block_rows == block_columns and not hadamard and seed is None:
+            second = reference.transpose(first)  # one quantisation serves both
+        else:
+            second = _reference_form(x.T, by_columns, hadamard, seed, column_stream, "")
+        first = reference.operand(first, row_units) if row_units else first  # type: ignore[arg-type]
+        second = reference.operand(second, column_units) if column_units else second  # type: ignore[arg-type]
+    row_parts, column_parts = _parts(x, first), _parts(x, second)
+    if column_parts[2].untyped_storage().data_ptr() == row_parts[2].untyped_storage().data_ptr():
+        column_parts = (*column_parts[:2], column_parts[2].clone())  # an operator's results may not share memory
+    return (*row_parts, *column_parts)
+
+
+@_quantize_both.register_fake
+def _(x, rows, columns, hadamard, seed, row_stream, column_stream, row_units, column_units):  # type: ignore[no-untyped-def]
+    tokens, features = x.shape
+    length = (tokens + hadamard - 1) // hadamard * hadamard if hadamard else tokens
+    by_rows = _fake_parts(x, _parse(rows), row_units, tokens, features)
+    return (*by_rows, *_fake_parts(x, _parse(columns), column_units, features, length))
 
 
 @_operator("transpose")
@@ -334,7 +527,11 @@ def _dequantize(
     columns: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    return reference.dequantize(_rebuild(codes, scales, amax, format, encoded_max, rows, columns)).to(dtype, copy=True)
+    quantized = _rebuild(codes, scales, amax, format, encoded_max, rows, columns)
+    kernels = _kernels(codes)
+    if kernels is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return kernels.dequantize(quantized, dtype)
+    return reference.dequantize(quantized).to(dtype, copy=True)
 
 
 @_dequantize.register_fake
@@ -342,33 +539,88 @@ def _(codes, scales, amax, format, encoded_max, rows, columns, dtype):  # type: 
     return codes.new_empty((rows, columns), dtype=dtype)
 
 
-@_operator("gemm")
-def _gemm(
-    lhs_codes: Tensor,
-    lhs_scales: Tensor,
-    lhs_amax: Optional[Tensor],
-    lhs_format: str,
-    lhs_encoded_max: float,
-    rhs_codes: Tensor,
-    rhs_scales: Tensor,
-    rhs_amax: Optional[Tensor],
-    rhs_format: str,
-    rhs_encoded_max: float,
+@_operator("operand")
+def _operand(
+    codes: Tensor,
+    scales: Tensor,
+    amax: Optional[Tensor],
+    format: str,
+    encoded_max: float,
+    rows: int,
+    columns: int,
+    units: str,
+) -> tuple[Tensor, Tensor]:
+    quantized: Any = _rebuild(codes, scales, amax, format, encoded_max, rows, columns)
+    kernels = _kernels(codes)
+    decode: Any = reference.operand if kernels is None or units == "fp32" else kernels.operand
+    decoded = decode(quantized, units)
+    return decoded.values, codes.new_empty(0, 0, dtype=torch.float32) if decoded.factor is None else decoded.factor
+
+
+@_operand.register_fake
+def _(codes, scales, amax, format, encoded_max, rows, columns, units):  # type: ignore[no-untyped-def]
+    values = codes.new_empty((codes.shape[0], codes.shape[1] * 2), dtype=_OPERAND_DTYPES[units])
+    return values, codes.new_empty((0, 0) if amax is None else amax.shape, dtype=torch.float32)
+
+
+@_operator("multiply")
+def _multiply(
+    lhs: Tensor,
+    lhs_factor: Optional[Tensor],
+    rhs: Tensor,
+    rhs_factor: Optional[Tensor],
     bias: Optional[Tensor],
-    m: int,
-    n: int,
-    k: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    lhs = _rebuild(lhs_codes, lhs_scales, lhs_amax, lhs_format, lhs_encoded_max, m, k)
-    rhs = _rebuild(rhs_codes, rhs_scales, rhs_amax, rhs_format, rhs_encoded_max, n, k)
-    return reference.gemm(lhs, rhs, bias).to(dtype)
+    m, k, n = *lhs.shape, rhs.shape[0]
+    if lhs.is_cuda and lhs.dtype is torch.float8_e4m3fn and m * k * n:
+        return _fp8_gemm(lhs, lhs_factor, rhs, rhs_factor, bias, dtype)
+    a = FP4Operand(values=lhs, factor=lhs_factor, shape=(m, k))
+    b = FP4Operand(values=rhs, factor=rhs_factor, shape=(n, k))
+    kernels = _kernels(lhs)
+    if kernels is not None and m * k * n and (lhs_factor is None) == (rhs_factor is None):
+        return kernels.finish(reference.sums(a, b), lhs_factor, rhs_factor, bias, dtype)
+    return reference.multiply(a, b, bias).to(dtype)
 
 
-@_gemm.register_fake
-def _(lhs_codes, *args):  # type: ignore[no-untyped-def]
-    m, n, _, dtype = args[-4:]
-    return lhs_codes.new_empty((m, n), dtype=dtype)
+@_multiply.register_fake
+def _(lhs, lhs_factor, rhs, rhs_factor, bias, dtype):  # type: ignore[no-untyped-def]
+    return lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=dtype)
+
+
+def _fp8_gemm(
+    lhs: Tensor,
+    lhs_factor: Optional[Tensor],
+    rhs: Tensor,
+    rhs_factor: Optional[Tensor],
+    bias: Optional[Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The product of E4M3 operands on FP8 units; full float32 accumulation, since the fast one loses digits."""
+    assert lhs_factor is not None
+    assert rhs_factor is not None
+    n = rhs.shape[0]
+    if n % 16:  # what cuBLAS asks of the output's width
+        padded = rhs.new_zeros(n + -n % 16, rhs.shape[1])
+        padded[:n] = rhs
+        rhs = padded
+    # The epilogue adds a bias of the output's dtype before it rounds; others are added after a float32 product.
+    fused = bias is None or (bias.dtype is dtype and dtype is not torch.float32 and n % 16 == 0)
+    out = torch._scaled_mm(
+        lhs,
+        rhs.T,
+        scale_a=lhs_factor,
+        scale_b=rhs_factor,
+        bias=bias if fused else None,
+        out_dtype=dtype if fused else torch.float32,
+        use_fast_accum=False,
+    )
+    if n % 16:
+        out = out[:, :n].contiguous()
+    if fused:
+        return out
+    assert bias is not None
+    return (out + bias.float()).to(dtype)
 
 
 @_operator("center")
@@ -405,7 +657,7 @@ def _patch_columns(
     parts: str,
 ) -> tuple[Tensor, Tensor]:
     quantizer = Quantizer(format=FORMATS[format], scale_rule=scale_rule)  # type: ignore[arg-type]
-    encoded_max = quantizer.scale_rule.scale_max * E2M1.max
+    encoded_max = quantizer.scale_rule.encoded_max
     quantized = _rebuild(codes, scales, amax, format, encoded_max, rows, columns)
     patch = reference.patch_columns(x, quantized, quantizer, channels, tuple(parts.split("+")))
     return patch.codes, patch.scales

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from lightning_fp4.formats import E4M3, E8M0, FORMATS, NVFP4, BlockFormat
+from lightning_fp4.formats import E2M1, E4M3, E8M0, FORMATS, NVFP4, BlockFormat
 
 
 class Rounding(str, Enum):
@@ -28,11 +28,35 @@ class ScaleRule(str, Enum):
     """``amax / 6`` rounded **up**, so nothing saturates and stochastic rounding stays unbiased."""
     FOUR_OVER_SIX = "four_over_six"
     """Map the block maximum to 6 or to 4, whichever gives the smaller squared error (arXiv 2512.02010)."""
+    CLOSED = "closed"
+    """``amax / 6`` rounded to the nearest **closed** scale: one of the 41 E4M3 values (``{1, 1.25, 1.5} * 2^k`` and
+    a few small ones) whose product with every E2M1 value is an E4M3 value, so FP8 units multiply the result exactly."""
+    CLOSED_UP = "closed_up"
+    """``amax / 6`` rounded **up** to a closed scale: exact on FP8 units, and unbiased under stochastic rounding."""
+    CLOSED_BEST = "closed_best"
+    """Of the three closed scales at or above ``amax / 6`` the one with the smallest squared error."""
 
     @property
     def scale_max(self) -> float:
         """The E4M3 value that the scale of the tensor's largest block maps to."""
+        if self.is_closed:
+            return 64.0
         return 256.0 if self is ScaleRule.FOUR_OVER_SIX else E4M3.max
+
+    @property
+    def encoded_max(self) -> float:
+        """What the tensor's maximum becomes in units of code value times block scale, for example 6 x 448 = 2688."""
+        return self.scale_max * E2M1.max
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether every decoded value, without the global scale, is an E4M3 value."""
+        return self in (ScaleRule.CLOSED, ScaleRule.CLOSED_UP, ScaleRule.CLOSED_BEST)
+
+    @property
+    def searches(self) -> bool:
+        """Whether it compares the errors of several scales, which only makes sense for rounding to nearest."""
+        return self in (ScaleRule.FOUR_OVER_SIX, ScaleRule.CLOSED_BEST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +112,10 @@ class Quantizer:
                 f"`Quantizer(format={self.format}, scale_rule={self.scale_rule.value!r})`: the scales of {self.format} "
                 "are powers of two, which always round up. Use scale_rule='unbiased'."
             )
-        if self.rounding is Rounding.STOCHASTIC and self.scale_rule is ScaleRule.FOUR_OVER_SIX:
+        if self.rounding is Rounding.STOCHASTIC and self.scale_rule.searches:
             raise ValueError(
-                "`Quantizer(rounding='stochastic', scale_rule='four_over_six')`: choosing the scale by the error makes "
-                "stochastic rounding biased. Use scale_rule='unbiased' (or 'rne') for gradients."
+                f"`Quantizer(rounding='stochastic', scale_rule={self.scale_rule.value!r})`: choosing the scale by the "
+                "error makes stochastic rounding biased. Use scale_rule='unbiased' (or 'rne') for gradients."
             )
 
     def __str__(self) -> str:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from lightning_fp4.formats import BlockFormat
+from lightning_fp4.formats import E4M3, BlockFormat
+
+Units = Literal["fp32", "bf16", "fp8", "fp4"]
+"""The units that multiply: those of a CPU, those of any GPU, those of Ada and Hopper, those of Blackwell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,3 +43,35 @@ class FP4Tensor:
     def nbytes(self) -> int:
         """Bytes held by codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP4Operand:
+    """A quantised matrix decoded to what the units of a GEMM multiply: ``E2M1 value * block scale``.
+
+    In float32 and bfloat16 these products are exact. In float8_e4m3fn they are divided by a power of two (see
+    :func:`operand_shift`) and exact for closed scales only; other scales cost one rounding to nearest.
+
+    Args:
+        values: ``[rows, padded columns]`` in float32, bfloat16 or float8_e4m3fn.
+        factor: float32 ``[1, 1]`` or ``[rows, 1]`` that multiplies ``values``; ``None`` without a global scale.
+        shape: true ``(rows, columns)``.
+    """
+
+    values: Tensor
+    factor: Tensor | None
+    shape: tuple[int, int]
+
+    @property
+    def units(self) -> Units:
+        """The units that it is made for."""
+        by_dtype: dict[torch.dtype, Units] = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
+        return by_dtype.get(self.values.dtype, "fp32")
+
+
+def operand_shift(units: Units | None, encoded_max: float) -> float:
+    """The power of two, at most 1, that brings the largest ``value * block scale`` into the range of ``units``."""
+    shift = 1.0
+    while units == "fp8" and encoded_max * shift > E4M3.max:
+        shift /= 2
+    return shift

@@ -15,22 +15,19 @@ def averis(**options):
     return get_recipe("averis", stochastic_rounding=False, last_blocks=0, **options)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kept:
-    """Stands in for an FP4 tensor that lost nothing."""
-
-    values: torch.Tensor
-
-
 @pytest.fixture
 def identity_quantizer(monkeypatch):
     """Quantising changes no value, so what is left of the product is the algebra around it."""
 
-    def quantize(x, quantizer, *, hadamard=None, transposed=False, seed=None, stream=0):
+    def quantize(x, quantizer, *, hadamard=None, transposed=False, **_):
         matrix = x.T if transposed else x
         return reference.rotate(matrix, hadamard) if hadamard else matrix
 
+    def quantize_both(x, rows, columns, *, hadamard=None, **_):
+        return x, quantize(x, columns, hadamard=hadamard, transposed=True)
+
     monkeypatch.setattr(ops, "quantize", quantize)
+    monkeypatch.setattr(ops, "quantize_both", quantize_both, raising=False)
     monkeypatch.setattr(ops, "dequantize", lambda x, dtype=torch.float32: x.to(dtype))
     monkeypatch.setattr(ops, "transpose", lambda x: x.T)
 

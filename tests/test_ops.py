@@ -45,10 +45,12 @@ def test_opcheck_the_others(device):
     for dtype in (torch.float32, torch.bfloat16):
         arguments = (x.codes, x.scales, x.amax, "nvfp4_2d", x.encoded_max, 17, 40, dtype)
         torch.library.opcheck(operators.dequantize.default, arguments, test_utils=checks)
-        side = (x.codes, x.scales, x.amax, "nvfp4_2d", x.encoded_max)
-        for bias in (None, torch.randn(17, device=device)):
-            arguments = (*side, *side, bias, 17, 17, 40, dtype)
-            torch.library.opcheck(operators.gemm.default, arguments, test_utils=checks)
+        for units in ("fp32", "bf16", "fp8"):
+            arguments = (x.codes, x.scales, x.amax, "nvfp4_2d", x.encoded_max, 17, 40, units)
+            torch.library.opcheck(operators.operand.default, arguments, test_utils=checks)
+            side = (ops.operand(x, units).values, ops.operand(x, units).factor)
+            for bias in (None, torch.randn(17, device=device)):
+                torch.library.opcheck(operators.multiply.default, (*side, *side, bias, dtype), test_utils=checks)
     torch.library.opcheck(operators.draw_seed.default, (_seed(device),))
 
 

@@ -48,4 +48,4 @@ def test_is_frozen_and_keyword_only():
 
 
 def test_scale_max():
-    assert [rule.scale_max for rule in ScaleRule] == [448, 448, 256]
+    assert [rule.scale_max for rule in ScaleRule] == [448, 448, 256, 64, 64, 64]

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from lightning_fp4.quantizer import Centering
-from lightning_fp4.recipes.base import Recipe
+from lightning_fp4.recipes.base import GemmUnits, Recipe
 from lightning_fp4.recipes.nvfp4 import nvfp4
 
 
@@ -18,6 +18,7 @@ def averis(
     hadamard: bool = True,
     gradient_scale: str = "unbiased",
     forward_scale: str = "rne",
+    units: GemmUnits = "auto",
     first_blocks: int | float = 0,
     last_blocks: int | float = 0.15,
 ) -> Recipe:
@@ -28,8 +29,9 @@ def averis(
         weight_2d: quantise weights in 16x16 blocks.
         stochastic_rounding: round output gradients stochastically.
         hadamard: rotate both operands of the weight gradient.
-        gradient_scale: scale rule of gradients, ``"unbiased"`` or ``"rne"``.
-        forward_scale: scale rule of inputs and weights, ``"rne"`` or ``"four_over_six"``.
+        gradient_scale: scale rule of gradients, see ``nvfp4``.
+        forward_scale: scale rule of inputs and weights, see ``nvfp4``.
+        units: what multiplies, see ``Gemm``.
         first_blocks: blocks at the start to leave in high precision, a count or a fraction.
         last_blocks: blocks at the end to leave in high precision, a count or a fraction.
     """
@@ -39,6 +41,7 @@ def averis(
         hadamard=hadamard,
         gradient_scale=gradient_scale,
         forward_scale=forward_scale,
+        units=units,
         first_blocks=first_blocks,
         last_blocks=last_blocks,
     )

@@ -14,6 +14,8 @@ from lightning_fp4.quantizer import Centering, Quantizer
 
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 
+GemmUnits = Literal["auto", "bf16", "fp8"]
+
 _HADAMARD_SIZES = (2, 4, 8, 16, 32)
 _GEMMS: tuple[GemmName, ...] = ("fprop", "dgrad", "wgrad")
 
@@ -113,6 +115,8 @@ class Gemm:
         rhs: quantiser of the right operand, ``None`` to leave it in high precision.
         hadamard: group length of the random Hadamard transform that both operands go through along the contraction
             axis before they are quantised; ``None`` for no transform.
+        units: what multiplies: ``"auto"`` for the fastest units that are exact, ``"bf16"`` for BF16 units, which always
+            are, or ``"fp8"`` for FP8 units, which round operands once more unless their scale rules are closed.
         hot_channels: patch some channels of the contraction axis; ``None`` for none.
 
     Raises:
@@ -122,9 +126,12 @@ class Gemm:
     lhs: Quantizer | None = None
     rhs: Quantizer | None = None
     hadamard: int | None = None
+    units: GemmUnits = "auto"
     hot_channels: HotChannels | None = None
 
     def __post_init__(self) -> None:
+        if self.units not in ("auto", "bf16", "fp8"):
+            raise ValueError(f"`Gemm(units={self.units!r})` must be 'auto', 'bf16' or 'fp8'.")
         if self.lhs and self.rhs and self.lhs.format.block[1] != self.rhs.format.block[1]:
             raise ValueError(
                 f"`Gemm(lhs={self.lhs}, rhs={self.rhs})`: both operands need blocks of the same length along the "

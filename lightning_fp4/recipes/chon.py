@@ -7,7 +7,7 @@ from typing import Literal
 
 from lightning_fp4.naming import Role
 from lightning_fp4.quantizer import Centering
-from lightning_fp4.recipes.base import HotChannels, HotChannelUpdates, LayerRule, Recipe
+from lightning_fp4.recipes.base import GemmUnits, HotChannels, HotChannelUpdates, LayerRule, Recipe
 from lightning_fp4.recipes.nvfp4 import nvfp4
 
 POST_QK_PROTECTION = (
@@ -43,6 +43,7 @@ def chon(
     hadamard: bool = True,
     gradient_scale: str = "unbiased",
     forward_scale: str = "rne",
+    units: GemmUnits = "auto",
     first_blocks: int | float = 0,
     last_blocks: int | float = 4,
 ) -> Recipe:
@@ -66,8 +67,9 @@ def chon(
         gate_weight_2d: the same for the gates of gated feed-forward layers only; ``None`` to treat them like the rest.
         stochastic_rounding: round output gradients stochastically.
         hadamard: rotate both operands of the weight gradient.
-        gradient_scale: scale rule of gradients, ``"unbiased"`` or ``"rne"``.
-        forward_scale: scale rule of inputs and weights, ``"rne"`` or ``"four_over_six"``.
+        gradient_scale: scale rule of gradients, see ``nvfp4``.
+        forward_scale: scale rule of inputs and weights, see ``nvfp4``.
+        units: what multiplies, see ``Gemm``.
         first_blocks: blocks at the start to leave in high precision, a count or a fraction.
         last_blocks: blocks at the end to leave in high precision, a count or a fraction.
     """
@@ -93,6 +95,7 @@ def chon(
             hadamard=hadamard,
             gradient_scale=gradient_scale,
             forward_scale=forward_scale,
+            units=units,
             first_blocks=first_blocks,
             last_blocks=last_blocks,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from lightning_fp4.quantizer import ScaleRule
-from lightning_fp4.recipes.base import Recipe
+from lightning_fp4.recipes.base import GemmUnits, Recipe
 from lightning_fp4.recipes.nvfp4 import nvfp4
 
 
@@ -15,6 +15,7 @@ def four_over_six(
     stochastic_rounding: bool = True,
     hadamard: bool = True,
     gradient_scale: str = "unbiased",
+    units: GemmUnits = "auto",
     first_blocks: int | float = 0,
     last_blocks: int | float = 0.15,
 ) -> Recipe:
@@ -25,6 +26,7 @@ def four_over_six(
         stochastic_rounding: round output gradients stochastically.
         hadamard: rotate both operands of the weight gradient.
         gradient_scale: scale rule of gradients, ``"unbiased"`` or ``"rne"``; four over six would bias them.
+        units: what multiplies, see ``Gemm``.
         first_blocks: blocks at the start to leave in high precision, a count or a fraction.
         last_blocks: blocks at the end to leave in high precision, a count or a fraction.
     """
@@ -34,6 +36,7 @@ def four_over_six(
         hadamard=hadamard,
         gradient_scale=gradient_scale,
         forward_scale=ScaleRule.FOUR_OVER_SIX.value,
+        units=units,
         first_blocks=first_blocks,
         last_blocks=last_blocks,
     )

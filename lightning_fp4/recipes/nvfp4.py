@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_fp4.formats import NVFP4, NVFP4_2D
 from lightning_fp4.quantizer import Quantizer, Rounding, ScaleRule
-from lightning_fp4.recipes.base import Gemm, Recipe
+from lightning_fp4.recipes.base import Gemm, GemmUnits, Recipe
 
 
 def nvfp4(
@@ -14,6 +14,7 @@ def nvfp4(
     hadamard: bool = True,
     gradient_scale: str = "unbiased",
     forward_scale: str = "rne",
+    units: GemmUnits = "auto",
     first_blocks: int | float = 0,
     last_blocks: int | float = 0.15,
 ) -> Recipe:
@@ -24,8 +25,10 @@ def nvfp4(
         stochastic_rounding: round output gradients stochastically.
         hadamard: rotate both operands of the weight gradient by the 16-point random Hadamard transform.
         gradient_scale: scale rule of gradients: ``"unbiased"`` (ours) or ``"rne"`` (the paper's, bit parity with
-            Blackwell software; biased under stochastic rounding).
-        forward_scale: scale rule of inputs and weights: ``"rne"`` or ``"four_over_six"``.
+            Blackwell software; biased under stochastic rounding), or ``"closed_up"`` (unbiased, exact on FP8 units).
+        forward_scale: scale rule of inputs and weights: ``"rne"`` or ``"four_over_six"``; exact on FP8 units:
+            ``"closed"``, ``"closed_up"`` or ``"closed_best"``.
+        units: what multiplies, see ``Gemm``. ``"fp8"`` is the fast choice on Ada and Hopper.
         first_blocks: blocks at the start to leave in high precision, a count or a fraction.
         last_blocks: blocks at the end to leave in high precision, a count or a fraction.
     """
@@ -35,9 +38,9 @@ def nvfp4(
     gradients = Quantizer(format=NVFP4, rounding=rounding, scale_rule=ScaleRule(gradient_scale))
     return Recipe(
         name="nvfp4",
-        fprop=Gemm(lhs=inputs, rhs=weights),
-        dgrad=Gemm(lhs=gradients, rhs=weights),
-        wgrad=Gemm(lhs=gradients, rhs=inputs, hadamard=16 if hadamard else None),
+        fprop=Gemm(lhs=inputs, rhs=weights, units=units),
+        dgrad=Gemm(lhs=gradients, rhs=weights, units=units),
+        wgrad=Gemm(lhs=gradients, rhs=inputs, hadamard=16 if hadamard else None, units=units),
         first_blocks=first_blocks,
         last_blocks=last_blocks,
     )

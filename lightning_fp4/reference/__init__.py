@@ -1,7 +1,7 @@
 """What every operation means, in plain PyTorch. Written to be believed; kernels have to match it."""
 
 from lightning_fp4.reference.centering import center, times_matrix
-from lightning_fp4.reference.gemm import gemm
+from lightning_fp4.reference.gemm import gemm, multiply, sums
 from lightning_fp4.reference.hadamard import hadamard_matrix, rotate
 from lightning_fp4.reference.hot_channels import (
     channel_scores,
@@ -12,7 +12,7 @@ from lightning_fp4.reference.hot_channels import (
     select_channels,
 )
 from lightning_fp4.reference.philox import random_bytes
-from lightning_fp4.reference.quantize import decode_blocks, dequantize, global_decode, quantize, transpose
+from lightning_fp4.reference.quantize import decode_blocks, dequantize, global_decode, operand, quantize, transpose
 
 __all__ = [
     "center",
@@ -24,12 +24,15 @@ __all__ = [
     "gemm",
     "global_decode",
     "hadamard_matrix",
+    "multiply",
+    "operand",
     "patch_columns",
     "patch_values",
     "quantize",
     "random_bytes",
     "rotate",
     "select_channels",
+    "sums",
     "times_matrix",
     "transpose",
 ]

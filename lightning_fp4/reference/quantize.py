@@ -7,10 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from lightning_fp4.formats import E2M1
-from lightning_fp4.quantizer import Quantizer, Rounding, ScaleRule
+from lightning_fp4.quantizer import Quantizer, Rounding
 from lightning_fp4.reference import packing, rounding, scaling
-from lightning_fp4.tensor import FP4Tensor
+from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units, operand_shift
 
 
 def quantize(
@@ -30,7 +29,7 @@ def quantize(
         numbers: the whole tensor where there is a global scale, else the block.
     """
     block_format = quantizer.format
-    encoded_max = quantizer.scale_rule.scale_max * E2M1.max
+    encoded_max = quantizer.scale_rule.encoded_max
     if amax is None:
         amax = scaling.global_amax(x, block_format)
     global_encode = None if amax is None else scaling.encode_scale(amax, encoded_max)
@@ -61,20 +60,19 @@ def quantize(
 
     scales = scaling.block_scales(blocks, global_encode, quantizer.scale_rule, block_format)
     codes = encode(scales)
-    if quantizer.scale_rule is not ScaleRule.FOUR_OVER_SIX:
+    others = scaling.other_scales(blocks, global_encode, quantizer.scale_rule)
+    if not others:
         return wrap(scales, codes)
-
-    assert global_encode is not None
-    # Four over six: a scale 1.5 times as large maps the block maximum to 4; the smaller squared error wins.
-    scales_4 = rounding.e4m3_nearest(blocks * (global_encode * (1.0 / E2M1.max)) * 1.5)
-    codes_4 = encode(scales_4)
-    error_6 = _block_squared_error(wrap(scales, codes), values)
-    error_4 = _block_squared_error(wrap(scales_4, codes_4), values)
-    pick_4 = error_4 < error_6
-    return wrap(
-        torch.where(pick_4, scales_4.view(torch.uint8), scales.view(torch.uint8)).view(scales.dtype),
-        torch.where(scaling.expand(pick_4, block_format, values.shape[0]), codes_4, codes),
-    )
+    error = _block_squared_error(wrap(scales, codes), values)
+    for other_scales in others:  # the smallest squared error wins, of equals the first
+        other_codes = encode(other_scales)
+        other_error = _block_squared_error(wrap(other_scales, other_codes), values)
+        is_better = other_error < error
+        scale_bytes = torch.where(is_better, other_scales.view(torch.uint8), scales.view(torch.uint8))
+        scales = scale_bytes.view(scales.dtype)
+        codes = torch.where(scaling.expand(is_better, block_format, values.shape[0]), other_codes, codes)
+        error = torch.where(is_better, other_error, error)
+    return wrap(scales, codes)
 
 
 def _block_squared_error(quantized: FP4Tensor, values: Tensor) -> Tensor:
@@ -87,7 +85,12 @@ def _block_squared_error(quantized: FP4Tensor, values: Tensor) -> Tensor:
     error = (decoded - values).square()
     rows, columns = quantized.format.block
     error = torch.nn.functional.pad(error, (0, 0, 0, -error.shape[0] % rows))
-    return error.reshape(error.shape[0] // rows, rows, error.shape[1] // columns, columns).sum(dim=(1, 3))
+    # Sums of neighbours, then of neighbouring sums: an order of our own, since that of `Tensor.sum` differs by device.
+    while columns > 1:
+        error, columns = error[:, 0::2] + error[:, 1::2], columns // 2
+    while rows > 1:
+        error, rows = error[0::2] + error[1::2], rows // 2
+    return error
 
 
 def _decode_padded(quantized: FP4Tensor) -> Tensor:
@@ -113,7 +116,18 @@ def decode_blocks(quantized: FP4Tensor) -> Tensor:
 
 def global_decode(quantized: FP4Tensor) -> Tensor | None:
     """What multiplies :func:`decode_blocks` to give the value: float32 ``[1, 1]`` or ``[rows, 1]``, or ``None``."""
-    return None if quantized.amax is None else quantized.amax / quantized.encoded_max
+    if quantized.amax is None:
+        return None
+    return quantized.amax.div(torch.full_like(quantized.amax, quantized.encoded_max))
+
+
+def operand(quantized: FP4Tensor, units: Units) -> FP4Operand:
+    """The values that the units of a GEMM multiply, see :class:`FP4Operand`."""
+    shift = operand_shift(units, quantized.encoded_max)
+    factor = global_decode(quantized)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[units]
+    values = (decode_blocks(quantized) * shift).to(dtype)
+    return FP4Operand(values=values, factor=None if factor is None else factor / shift, shape=quantized.shape)
 
 
 def transpose(quantized: FP4Tensor) -> FP4Tensor:

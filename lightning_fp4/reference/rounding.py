@@ -68,6 +68,39 @@ def e4m3_up(x: Tensor) -> Tensor:
     return (nearest.view(torch.uint8) + too_small.to(torch.uint8)).view(torch.float8_e4m3fn)
 
 
+def _closed_scales() -> tuple[float, ...]:
+    """E4M3 values, from 0 to 64, whose products with every E2M1 value are E4M3 values again, ascending."""
+    octaves = [2.0**k for k in range(-6, 6)]
+    normal = [mantissa * octave for octave in octaves for mantissa in (1.0, 1.25, 1.5)]
+    return (0.0, 2.0**-8, 2.0**-7, 1.5 * 2.0**-7, *normal, 64.0)
+
+
+CLOSED_SCALES = _closed_scales()
+
+
+def _closed(x: Tensor, offset: int, *, nearest: bool) -> Tensor:
+    scales = torch.tensor(CLOSED_SCALES, dtype=torch.float32, device=x.device)
+    index = torch.searchsorted(scales, x.contiguous()).clamp(max=len(CLOSED_SCALES) - 1)  # the first at or above x
+    if nearest:
+        below = (index - 1).clamp(min=0)
+        index = torch.where(x - scales[below] < scales[index] - x, below, index)
+    rounded = scales[(index + offset).clamp(max=len(CLOSED_SCALES) - 1)]
+    return torch.where(x.isnan(), x, rounded).to(torch.float8_e4m3fn)
+
+
+def closed_nearest(x: Tensor) -> Tensor:
+    """Round non-negative float32 to the nearest closed scale, ties up, saturating at 64; NaN stays NaN."""
+    return _closed(x, 0, nearest=True)
+
+
+def closed_up(x: Tensor, offset: int = 0) -> Tensor:
+    """Round non-negative float32 to the next closed scale at or above it, or the one ``offset`` places after that.
+
+    Saturates at 64; NaN stays NaN.
+    """
+    return _closed(x, offset, nearest=False)
+
+
 def e8m0_up(x: Tensor) -> Tensor:
     """Round non-negative float32 to the next power of two at or above it, within 2^-127 .. 2^127.
 

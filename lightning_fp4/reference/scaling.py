@@ -49,16 +49,34 @@ def block_scales(amax: Tensor, global_encode: Tensor | None, rule: ScaleRule, bl
     Args:
         amax: float32 ``[block rows, block columns]``.
         global_encode: from :func:`encode_scale`, broadcastable to ``amax``; ``None`` without a global scale.
-        rule: how to round. Four over six gives its first candidate here, the one that maps the maximum to 6.
+        rule: how to round. A rule that compares errors gives its first candidate here, see :func:`other_scales`.
         block_format: the format.
 
     Returns:
         float8_e4m3fn or float8_e8m0fnu, shaped like ``amax``.
     """
     if block_format.scale is E8M0 or global_encode is None:
-        return rounding.e8m0_up(amax / E2M1.max)
+        # A tensor over a Python number would be a product with its reciprocal on a GPU.
+        return rounding.e8m0_up(amax.div(torch.full_like(amax, E2M1.max)))
+    round_scale = {
+        ScaleRule.RNE: rounding.e4m3_nearest,
+        ScaleRule.UNBIASED: rounding.e4m3_up,
+        ScaleRule.FOUR_OVER_SIX: rounding.e4m3_nearest,
+        ScaleRule.CLOSED: rounding.closed_nearest,
+        ScaleRule.CLOSED_UP: rounding.closed_up,
+        ScaleRule.CLOSED_BEST: rounding.closed_up,
+    }[rule]
+    return round_scale(amax * (global_encode * (1.0 / E2M1.max)))
+
+
+def other_scales(amax: Tensor, global_encode: Tensor | None, rule: ScaleRule) -> list[Tensor]:
+    """What a rule that compares errors tries after :func:`block_scales`, in this order; nothing for other rules."""
+    if global_encode is None or not rule.searches:
+        return []
     wanted = amax * (global_encode * (1.0 / E2M1.max))
-    return rounding.e4m3_up(wanted) if rule is ScaleRule.UNBIASED else rounding.e4m3_nearest(wanted)
+    if rule is ScaleRule.FOUR_OVER_SIX:
+        return [rounding.e4m3_nearest(wanted * 1.5)]  # maps the block maximum to 4
+    return [rounding.closed_up(wanted, offset) for offset in (1, 2)]
 
 
 def block_encode(scales: Tensor, global_encode: Tensor | None) -> Tensor:

@@ -1,0 +1,65 @@
+"""What the benchmarks of speed share: where they ran, how they time, and where their numbers go."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """Device and versions."""
+    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ModuleNotFoundError:
+        found["triton"] = None
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+        found["cuda"] = torch.version.cuda
+    else:
+        found["device"] = platform.processor() or platform.machine()
+    return found
+
+
+def write_results(name: str, results: dict[str, Any]) -> Path:
+    """Write ``results`` with the environment to ``benchmarks/results/NAME.json``."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
+    return path
+
+
+def median_ms(call: Callable[[], Any], *, repeats: int = 20, warmup: int = 5) -> float:
+    """Median time of one call on the GPU in milliseconds, by events around each call."""
+    return medians_ms([call], repeats=repeats, warmup=warmup)[0]
+
+
+def medians_ms(calls: list[Callable[[], Any]], *, repeats: int = 20, warmup: int = 5) -> list[float]:
+    """Medians of several calls, measured in turns so that clocks and heat are the same for all."""
+    for call in calls:
+        for _ in range(warmup):
+            call()
+    torch.cuda.synchronize()
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for call, mine in zip(calls, times, strict=True):
+            # Idle for some milliseconds, so that all launches of the call are queued when its time starts.
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(10_000_000)
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            mine.append(start.elapsed_time(end))
+    return [statistics.median(mine) for mine in times]

@@ -1,0 +1,391 @@
+"""The arithmetic that all kernels share: roundings, scales, random bits and rotations, on values in registers.
+
+Every line is one rounded float32 operation in the order of ``lightning_fp4.reference``; launch with
+``enable_fp_fusion=False``, or the compiler merges products and sums. E4M3 is rounded in integer arithmetic, which also
+serves chips and Triton's interpreter, whose own cast is missing or wrong.
+"""
+
+import triton
+import triton.language as tl
+
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+ONE_SIXTH = tl.constexpr(1.0 / 6.0)
+SCALE_NAN = tl.constexpr(0x7F)
+# Bit i is set where sign i of the random Hadamard transform is negative; tests compare it with the reference's list.
+NEGATIVE_SIGNS = tl.constexpr(0b10100010_01001101_11010111_11101000)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bits of ``|x|`` as int32. They are ordered like the magnitudes, NaN above all, so their maximum keeps NaN."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def clamp_above(x, limit):
+    """``min(x, limit)`` that keeps NaN."""
+    return tl.where(x > limit, limit, x)
+
+
+@triton.jit
+def encode_scale(amax, ENCODED_MAX: tl.constexpr):
+    """The factor that maps ``amax`` to ``ENCODED_MAX``; 1 where ``amax`` is zero or infinite."""
+    scale = clamp_above(tl.div_rn(tl.zeros_like(amax) + ENCODED_MAX, amax), FLOAT32_MAX)
+    return tl.where((amax == 0) | (scale == 0), 1.0, scale)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# E4M3 and E8M0 scales, as their bytes in int32
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def e4m3_nearest(x):
+    """Round non-negative float32 to E4M3, ties to even, saturating at 448; NaN stays NaN."""
+    clamped = tl.where(x > 448.0, 448.0, x)
+    bits = clamped.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    # Adding 2^14 leaves multiples of 2^-9, the spacing of subnormal E4M3, in the low bits.
+    subnormal = (clamped + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    byte = tl.where(clamped < 0.015625, subnormal, normal)
+    return tl.where(x == x, byte, SCALE_NAN)
+
+
+@triton.jit
+def e4m3_decode(byte):
+    """Float32 value of a non-negative E4M3 byte."""
+    # The byte's exponent and mantissa in float32's places, with the difference of the exponent biases as a factor.
+    value = (byte.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    return tl.where(byte == SCALE_NAN, float("nan"), value)
+
+
+@triton.jit
+def e4m3_up(x):
+    """Round non-negative float32 to the next E4M3 value at or above it, saturating at 448; NaN stays NaN."""
+    nearest = e4m3_nearest(x)
+    too_small = e4m3_decode(nearest) < clamp_above(x, 448.0)
+    return nearest + too_small.to(tl.int32)
+
+
+@triton.jit
+def closed_up(x):
+    """Round non-negative float32 to the next closed scale (see ``ScaleRule.CLOSED``), saturating at 64."""
+    byte = e4m3_up(x)
+    third = byte & 7
+    even = byte + (byte & 1)
+    normal = tl.where(third >= 5, byte + 8 - third, even)
+    closed = tl.minimum(tl.where(byte < 8, even, normal), 104)
+    return tl.where(x == x, closed, SCALE_NAN)
+
+
+@triton.jit
+def closed_nearest(x):
+    """Round non-negative float32 to the nearest closed scale, ties up, saturating at 64."""
+    above = closed_up(x)
+    below = tl.where((above > 8) & ((above & 7) == 0), above - 4, tl.maximum(above - 2, 0))
+    is_nearer = x - e4m3_decode(below) < e4m3_decode(above) - x
+    return tl.where(is_nearer, below, above)
+
+
+@triton.jit
+def closed_next(byte):
+    """The closed scale after this one; 64 stays."""
+    after = tl.where((byte >= 8) & ((byte & 7) == 4), byte + 4, byte + 2)
+    return tl.where(byte == SCALE_NAN, byte, tl.minimum(after, 104))
+
+
+@triton.jit
+def e8m0_up(x):
+    """Round non-negative float32 to the next power of two, 2^-127 at least; Inf and NaN become E8M0's NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = bits >> 23
+    mantissa = bits & 0x7FFFFF
+    # Subnormal float32 are above 2^-127 if they exceed 0x400000 units, at or below it otherwise.
+    byte = tl.where(exponent == 0, (mantissa > 0x400000).to(tl.int32), exponent + (mantissa != 0).to(tl.int32))
+    return tl.where(exponent == 255, 255, tl.minimum(byte, 254))
+
+
+@triton.jit
+def e8m0_decode(byte):
+    """Float32 value of an E8M0 byte."""
+    bits = tl.where(byte == 0, 0x400000, byte.to(tl.int32) << 23)
+    return tl.where(byte == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def scale_decode(byte, E8M0: tl.constexpr):
+    """Float32 value of a scale byte."""
+    return e8m0_decode(byte) if E8M0 else e4m3_decode(byte)
+
+
+@triton.jit
+def candidate_scale(amax, global_encode, previous, INDEX: tl.constexpr, RULE: tl.constexpr, E8M0: tl.constexpr):
+    """The scale byte that ``RULE`` tries in place ``INDEX`` for blocks with maximum ``amax``."""
+    if E8M0:
+        byte = e8m0_up(tl.div_rn(amax, tl.zeros_like(amax) + 6.0))
+    elif RULE == "unbiased":
+        byte = e4m3_up(amax * (global_encode * ONE_SIXTH))
+    elif RULE == "closed":
+        byte = closed_nearest(amax * (global_encode * ONE_SIXTH))
+    elif RULE == "closed_up":
+        byte = closed_up(amax * (global_encode * ONE_SIXTH))
+    elif RULE == "closed_best" and INDEX > 0:
+        byte = closed_next(previous)
+    elif RULE == "closed_best":
+        byte = closed_up(amax * (global_encode * ONE_SIXTH))
+    elif INDEX > 0:  # four over six: the second candidate maps the maximum to 4
+        byte = e4m3_nearest(amax * (global_encode * ONE_SIXTH) * 1.5)
+    else:  # rne, and the first candidate of four over six
+        byte = e4m3_nearest(amax * (global_encode * ONE_SIXTH))
+    return byte
+
+
+@triton.jit
+def block_encode(byte, global_encode, E8M0: tl.constexpr):
+    """The float32 factor that maps a block to the E2M1 range."""
+    decode = scale_decode(byte, E8M0)
+    if not E8M0:
+        decode = decode * tl.div_rn(tl.zeros_like(global_encode) + 1.0, global_encode)
+    return clamp_above(tl.div_rn(tl.zeros_like(decode) + 1.0, decode), FLOAT32_MAX)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# E2M1 values, as float32
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _magnitude_and_octave(x):
+    """``min(|x|, 6)``, and the power of two below it, at least 1; half of that is E2M1's spacing there. Keeps NaN."""
+    magnitude = tl.minimum(tl.abs(x), 6.0, propagate_nan=tl.PropagateNan.ALL)
+    octave = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    return magnitude, octave.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _with_sign_of(magnitude, x):
+    bits = magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1_nearest(x):
+    """The nearest E2M1 value, ties to even, saturating at 6; NaN stays NaN."""
+    magnitude, octave = _magnitude_and_octave(x)
+    # Beside 2^22 octaves float32 has the spacing of E2M1 here: the sum rounds, the difference gives the result.
+    rounded = tl.fma(octave, -4194304.0, tl.fma(octave, 4194304.0, magnitude))
+    return _with_sign_of(rounded, x)
+
+
+@triton.jit
+def e2m1_stochastic(x, random, ASM: tl.constexpr):
+    """One of the two neighbouring E2M1 values, up with probability ``floor(256 * distance) / 256``.
+
+    ``random`` is a byte in bits 8 to 15 of an int32, the other bits zero.
+    """
+    magnitude, octave = _magnitude_and_octave(x)
+    # The byte as a float32 without a conversion: in the mantissa of 64 it counts in 1/512, half of u = byte / 256.
+    half_u = (random | 0x42800000).to(tl.float32, bitcast=True) - 64.0
+    raised = tl.fma(half_u, octave, magnitude)  # spacing * RN(|x| / spacing + u); every product here is exact
+    if ASM:
+        raised = tl.inline_asm_elementwise(
+            "fma.rm.f32 $0, $1, 0f4A800000, $2;", "=f,f,f", [octave, raised], tl.float32, is_pure=True, pack=1
+        )  # rounds down beside 2^22 octaves
+        rounded = tl.fma(octave, -4194304.0, raised)
+    else:
+        rounded = tl.floor(raised * tl.div_rn(tl.zeros_like(octave) + 2.0, octave)) * (octave * 0.5)
+    return _with_sign_of(rounded, x)
+
+
+@triton.jit
+def e2m1_decode(code):
+    """Float32 value of an int32 code."""
+    # The same move of exponent and mantissa as in e4m3_decode.
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def _e2m1_code(value):
+    """The code of a float32 E2M1 value in int32, the inverse of :func:`e2m1_decode`."""
+    bits = (value * 1.1754943508222875e-38).to(tl.int32, bitcast=True)  # 2^-126
+    return ((bits >> 22) & 7) | ((bits >> 28) & 8)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Groups of neighbours: tuples of tensors, packed into 32-bit words with the first neighbour lowest
+# ----------------------------------------------------------------------------------------------------------------------
+
+# Through E4M3, whose byte for value / 64 is s00ccc00 with the code's bits c. Needs sm_89.
+_PACK_CODES = tl.constexpr("""{
+    .reg .b16 a, b, c, d;
+    .reg .b32 x, y, u, v;
+    cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
+    cvt.rn.satfinite.e4m3x2.f32 c, $6, $5;
+    cvt.rn.satfinite.e4m3x2.f32 d, $8, $7;
+    mov.b32 x, {a, b};
+    mov.b32 y, {c, d};
+    shr.u32 u, x, 2;
+    shr.u32 v, x, 4;
+    and.b32 u, u, 0x07070707;
+    and.b32 v, v, 0x08080808;
+    or.b32 x, u, v;
+    shr.u32 u, x, 4;
+    or.b32 x, x, u;
+    shr.u32 u, y, 2;
+    shr.u32 v, y, 4;
+    and.b32 u, u, 0x07070707;
+    and.b32 v, v, 0x08080808;
+    or.b32 y, u, v;
+    shr.u32 u, y, 4;
+    or.b32 y, y, u;
+    prmt.b32 $0, x, y, 0x6420;
+}""")
+_PACK_E4M3 = tl.constexpr("""{
+    .reg .b16 a, b;
+    cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
+    mov.b32 $0, {a, b};
+}""")
+_ROUND_BF16 = tl.constexpr("""{
+    .reg .b32 pair;
+    cvt.rn.bf16x2.f32 pair, $3, $2;
+    shl.b32 $0, pair, 16;
+    and.b32 $1, pair, 0xFFFF0000;
+}""")
+
+
+@triton.jit
+def pack_codes(values, NATIVE_E4M3: tl.constexpr):
+    """E2M1 values to words of eight codes."""
+    words = ()
+    for w in tl.static_range(len(values) // 8):
+        if NATIVE_E4M3:
+            fields = ()
+            for i in tl.static_range(8):
+                fields = fields + (values[8 * w + i] * 0.015625,)
+            word = tl.inline_asm_elementwise(_PACK_CODES, "=r,f,f,f,f,f,f,f,f", fields, tl.int32, is_pure=True, pack=1)
+        else:
+            word = _e2m1_code(values[8 * w])
+            for i in tl.static_range(1, 8):
+                word = word | (_e2m1_code(values[8 * w + i]) << (4 * i))
+        words = words + (word,)
+    return words
+
+
+@triton.jit
+def pack_operand(values, factors, UNITS: tl.constexpr, NATIVE_E4M3: tl.constexpr):
+    """E2M1 values times their block's factor to words of two BF16 (exact) or four E4M3 (rounded to nearest) values."""
+    words = ()
+    if UNITS == "bf16":
+        for w in tl.static_range(len(values) // 2):
+            low = (values[2 * w] * factors).to(tl.int32, bitcast=True)
+            high = (values[2 * w + 1] * factors).to(tl.int32, bitcast=True)
+            words = words + (((low >> 16) & 0xFFFF) | (high & -0x10000),)
+    else:
+        for w in tl.static_range(len(values) // 4):
+            fields = ()
+            for i in tl.static_range(4):
+                fields = fields + (values[4 * w + i] * factors,)
+            if NATIVE_E4M3:
+                word = tl.inline_asm_elementwise(_PACK_E4M3, "=r,f,f,f,f", fields, tl.int32, is_pure=True, pack=1)
+            else:
+                word = operand_bits(fields[0], UNITS, NATIVE_E4M3)
+                for i in tl.static_range(1, 4):
+                    word = word | (operand_bits(fields[i], UNITS, NATIVE_E4M3) << (8 * i))
+            words = words + (word,)
+    return words
+
+
+@triton.jit
+def operand_bits(value, UNITS: tl.constexpr, NATIVE_E4M3: tl.constexpr):
+    """One decoded value as the low bits of an int32: BF16 (exact by then) or E4M3 (rounded to nearest)."""
+    if UNITS == "bf16":
+        return (value.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    elif NATIVE_E4M3:
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80
+        return e4m3_nearest(tl.abs(value)) | sign
+
+
+@triton.jit
+def round_to(values, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Round an even number of float32 tensors to the values of another dtype."""
+    out = ()
+    for i in tl.static_range(len(values) // 2):
+        first = values[2 * i]
+        second = values[2 * i + 1]
+        if dtype == tl.bfloat16 and ASM:
+            first, second = tl.inline_asm_elementwise(
+                _ROUND_BF16, "=r,=r,f,f", [first, second], (tl.float32, tl.float32), is_pure=True, pack=1
+            )
+        else:
+            first = round_one(first, dtype)
+            second = round_one(second, dtype)
+        out = out + (first, second)
+    return out
+
+
+@triton.jit
+def round_one(x, dtype: tl.constexpr):
+    """Round float32 to the values of another dtype."""
+    if dtype == tl.bfloat16:  # the interpreter's own cast does not round to nearest
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, rounded, x)
+    elif dtype == tl.float16:
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def group_amax(values):
+    """Largest magnitude of each group; keeps NaN."""
+    amax = tl.abs(values[0])
+    for i in tl.static_range(1, len(values)):
+        amax = tl.maximum(amax, tl.abs(values[i]), propagate_nan=tl.PropagateNan.ALL)
+    return amax
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Random bits and the Hadamard transform
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def random_words(group, seed_ptr, stream):
+    """Four random 32-bit words for each int64 group index: Philox with the counters of ``reference.random_bytes``."""
+    key = tl.load(seed_ptr)
+    step = tl.load(seed_ptr + 1)
+    zero = group * 0
+    low = (group & 0xFFFFFFFF).to(tl.uint32)
+    high = (group >> 32).to(tl.uint32)
+    step_word = ((step & 0xFFFFFFFF) + zero).to(tl.uint32)
+    stream_word = (zero + stream).to(tl.uint32)
+    return tl.philox(key, low, high, step_word, stream_word)
+
+
+@triton.jit
+def rotate(values, SIZE: tl.constexpr):
+    """Rotate groups of ``SIZE`` neighbours of a tuple of tensors by the butterflies of ``reference.rotate``."""
+    out = ()
+    for i in tl.static_range(len(values)):
+        if (NEGATIVE_SIGNS >> (i % SIZE)) & 1:
+            out = out + (values[i] * -1.0,)
+        else:
+            out = out + (values[i],)
+    for stage in tl.static_range(5):
+        if (1 << stage) < SIZE:
+            sums = ()
+            for i in tl.static_range(len(values)):
+                if (i >> stage) % 2 == 0:
+                    sums = sums + (out[i] + out[i + (1 << stage)],)
+                else:
+                    sums = sums + (out[i - (1 << stage)] - out[i],)
+            out = sums
+    scaled = ()
+    for i in tl.static_range(len(values)):
+        scaled = scaled + (out[i] * (SIZE**-0.5),)
+    return scaled

@@ -1,0 +1,95 @@
+"""The largest magnitudes that global scales come from: one pass over the matrix, for both of its forms."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_fp4.formats import GlobalScale
+from lightning_fp4.kernels import _device
+from lightning_fp4.kernels._launch import check_input, grid_of
+from lightning_fp4.kernels._tiles import load_columns
+
+
+@triton.jit
+def _amax_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, stride_m, stride_n, rows, columns, tiles_n, tensor_ptr, row_ptr, column_ptr,
+    TENSOR: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, ROTATED: tl.constexpr, HADAMARD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Fold one tile into the maxima, which are float32 bits in int32, zero at the start.
+
+    ``TENSOR``: one for ``x``. ``ROW``, ``COLUMN``: one for each row and (after the rotation) column. ``ROTATED``: one
+    for the rotated ``x``, in the place of ``COLUMN``.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    pid_m = pid // tiles_n
+    pid_n = pid % tiles_n
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if HADAMARD == 0:
+        offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (offs_m[:, None] < rows) & (offs_n[None, :] < columns)
+        x = tl.load(x_ptr + offs_m[:, None] * stride_m + offs_n[None, :] * stride_n, mask=mask, other=0.0)
+        bits = _device.magnitude_bits(x.to(tl.float32))
+        if TENSOR:
+            tl.atomic_max(tensor_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+        if ROW:
+            tl.atomic_max(row_ptr + offs_m, tl.max(bits, axis=1), mask=offs_m < rows, sem="relaxed")
+        if COLUMN:
+            tl.atomic_max(column_ptr + offs_n, tl.max(bits, axis=0), mask=offs_n < columns, sem="relaxed")
+    else:
+        offs_g = pid_m * (BLOCK_M // HADAMARD) + tl.arange(0, BLOCK_M // HADAMARD)
+        values = load_columns(x_ptr, stride_m, stride_n, offs_g, offs_n, rows, columns, HADAMARD)
+        if TENSOR:
+            plain = _device.magnitude_bits(_device.group_amax(values))
+            tl.atomic_max(tensor_ptr, tl.max(tl.max(plain, axis=1), axis=0), sem="relaxed")
+        if ROW:
+            for i in tl.static_range(HADAMARD):
+                offs_m = offs_g * HADAMARD + i
+                by_row = tl.max(_device.magnitude_bits(values[i]), axis=1)
+                tl.atomic_max(row_ptr + offs_m, by_row, mask=offs_m < rows, sem="relaxed")
+        # Rounding is monotonic, so rounding the maximum is as good as rounding all.
+        rotated = _device.group_amax(_device.rotate(values, HADAMARD))
+        rotated = _device.magnitude_bits(_device.round_one(rotated, x_ptr.dtype.element_ty))
+        if ROTATED:
+            tl.atomic_max(column_ptr, tl.max(tl.max(rotated, axis=1), axis=0), sem="relaxed")
+        if COLUMN:
+            tl.atomic_max(column_ptr + offs_n, tl.max(rotated, axis=0), mask=offs_n < columns, sem="relaxed")
+
+
+def amax(
+    x: Tensor, rows: GlobalScale | None, columns: GlobalScale | None, hadamard: int | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The maxima that the row form and the column form of ``x`` ``[M, N]`` need.
+
+    Args:
+        x: float32, bfloat16 or float16, any strides.
+        rows: what the row form scales by: ``"tensor"``, each ``"row"``, or ``None``.
+        columns: the same for the column form, whose rows are the columns of ``x``.
+        hadamard: the column form's rotation, along the columns of ``x``.
+
+    Returns:
+        float32 ``[1, 1]``, ``[M, 1]`` / ``[N, 1]`` or ``None`` for each form. NaN propagates.
+    """
+    check_input(x, hadamard)
+    plain = rows == "tensor" or (columns == "tensor" and not hadamard)
+    # One buffer, so one launch clears them all.
+    sizes = (int(plain), x.shape[0] if rows == "row" else 0, {None: 0, "tensor": int(bool(hadamard))}.get(columns, -1))
+    sizes = (*sizes[:2], x.shape[1] if sizes[2] < 0 else sizes[2])
+    maxima = torch.zeros(sum(sizes), dtype=torch.float32, device=x.device)
+    of_tensor, of_rows, of_columns = maxima.split(sizes)
+    if x.numel() and sum(sizes):
+        block_m, block_n = (128, 64) if hadamard else (64, 128)
+        grid, tiles_n = grid_of(x, block_m, block_n)
+        rotate = hadamard if hadamard and columns else 0
+        _amax_kernel[grid](
+            x, x.stride(0), x.stride(1), x.shape[0], x.shape[1], tiles_n,
+            of_tensor.view(torch.int32), of_rows.view(torch.int32), of_columns.view(torch.int32),
+            TENSOR=plain, ROW=rows == "row", COLUMN=columns == "row", ROTATED=columns == "tensor" and bool(rotate),
+            HADAMARD=rotate, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    by_rows = {None: None, "tensor": of_tensor, "row": of_rows}[rows]
+    by_columns = {None: None, "tensor": of_columns if hadamard else of_tensor, "row": of_columns}[columns]
+    return by_rows if by_rows is None else by_rows[:, None], by_columns if by_columns is None else by_columns[:, None]

@@ -1,0 +1,278 @@
+"""A matrix to four bits in one read: its row form, its column form, or both; packed, or ready for a GEMM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_fp4.formats import E8M0
+from lightning_fp4.kernels import _device
+from lightning_fp4.kernels._launch import candidate_count, check_input, grid_of, has_e4m3, is_interpreted
+from lightning_fp4.kernels._tiles import load_columns, load_rows, load_words, quantize_groups
+from lightning_fp4.kernels.amax import amax
+from lightning_fp4.quantizer import Quantizer, Rounding
+from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units, operand_shift
+
+_BLOCK_M, _BLOCK_N, _WARPS = 128, 64, 4
+
+
+@triton.jit
+def load_global(ptr, offs, mask, BY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The global maximum of a form, ``[1]`` or one for each of ``offs``; 1 if the format has none."""
+    if BY == "none":
+        value = tl.full((1,), 1.0, tl.float32)
+    elif BY == "tensor":
+        value = tl.load(ptr + tl.arange(0, 1))
+    else:
+        value = tl.load(ptr + offs, mask=mask, other=0.0)
+    return value
+
+
+@triton.jit
+def store_factor(  # type: ignore[no-untyped-def]
+    ptr, amax, offs, mask, is_first, ENCODED_MAX: tl.constexpr, SHIFT: tl.constexpr, BY: tl.constexpr
+):  # fmt: skip
+    """Write what multiplies a decoded operand to give the values; one program does it."""
+    factor = tl.div_rn(amax, tl.zeros_like(amax) + ENCODED_MAX) * (1.0 / SHIFT)
+    if BY == "tensor":
+        tl.store(ptr + tl.arange(0, 1), factor, mask=is_first)
+    elif BY == "row":
+        tl.store(ptr + offs, factor, mask=mask & is_first)
+
+
+@triton.jit
+def _quantize_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, word_ptr, stride_m, stride_n, rows, columns, tiles_n, seed_ptr,
+    row_amax_ptr, row_out_ptr, row_scale_ptr, row_factor_ptr, row_stream,
+    column_amax_ptr, column_out_ptr, column_scale_ptr, column_factor_ptr, column_stream,
+    ROW_UNITS: tl.constexpr, ROW_BY: tl.constexpr, ROW_MAX: tl.constexpr, ROW_SHIFT: tl.constexpr,
+    ROW_R: tl.constexpr, ROW_C: tl.constexpr, ROW_E8M0: tl.constexpr, ROW_RULE: tl.constexpr,
+    ROW_STOCHASTIC: tl.constexpr, ROW_CANDIDATES: tl.constexpr,
+    COLUMN_UNITS: tl.constexpr, COLUMN_BY: tl.constexpr, COLUMN_MAX: tl.constexpr, COLUMN_SHIFT: tl.constexpr,
+    COLUMN_R: tl.constexpr, COLUMN_C: tl.constexpr, COLUMN_E8M0: tl.constexpr, COLUMN_RULE: tl.constexpr,
+    COLUMN_STOCHASTIC: tl.constexpr, COLUMN_CANDIDATES: tl.constexpr,
+    HADAMARD: tl.constexpr, WORDS: tl.constexpr, NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``x`` ``[rows, columns]`` to the forms whose ``UNITS`` are not ``"none"``.
+
+    With ``WORDS`` the rows are contiguous and whole numbers of groups, and ``word_ptr`` is ``x_ptr`` to int64.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    pid_m = pid // tiles_n
+    pid_n = pid % tiles_n
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    if ROW_UNITS != "none":
+        offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        offs_g = pid_n * (BLOCK_N // ROW_C) + tl.arange(0, BLOCK_N // ROW_C)
+        block_count = (columns + ROW_C - 1) // ROW_C
+        if WORDS:
+            stride = stride_m // (64 // dtype.primitive_bitwidth)
+            values = load_words(word_ptr, stride, offs_m, offs_g, rows, block_count, ROW_C, dtype)
+        else:
+            values = load_rows(x_ptr, stride_m, stride_n, offs_m, offs_g, rows, columns, ROW_C)
+        maximum = load_global(row_amax_ptr, offs_m, offs_m < rows, ROW_BY)
+        if ROW_UNITS != "packed" and ROW_BY != "none":
+            is_first = (pid_n == 0) & ((pid_m == 0) | (ROW_BY == "row"))
+            store_factor(row_factor_ptr, maximum, offs_m, offs_m < rows, is_first, ROW_MAX, ROW_SHIFT, ROW_BY)
+        quantize_groups(
+            values, offs_m[:, None], offs_g[None, :], rows, block_count, maximum[:, None],
+            row_out_ptr, row_scale_ptr, seed_ptr, row_stream, ROW_MAX, ROW_UNITS, ROW_SHIFT, ROW_R, 0, ROW_E8M0,
+            ROW_RULE, ROW_STOCHASTIC, ROW_CANDIDATES, NATIVE_E4M3, ASM,
+        )  # fmt: skip
+    if COLUMN_UNITS != "none":
+        offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        offs_g = pid_m * (BLOCK_M // COLUMN_C) + tl.arange(0, BLOCK_M // COLUMN_C)
+        block_count = (rows + COLUMN_C - 1) // COLUMN_C
+        values = load_columns(x_ptr, stride_m, stride_n, offs_g, offs_n, rows, columns, COLUMN_C)
+        if HADAMARD > 0:
+            values = _device.round_to(_device.rotate(values, HADAMARD), dtype, ASM)
+        maximum = load_global(column_amax_ptr, offs_n, offs_n < columns, COLUMN_BY)
+        if COLUMN_UNITS != "packed" and COLUMN_BY != "none":
+            is_first = (pid_m == 0) & ((pid_n == 0) | (COLUMN_BY == "row"))
+            store_factor(
+                column_factor_ptr, maximum, offs_n, offs_n < columns, is_first, COLUMN_MAX, COLUMN_SHIFT, COLUMN_BY
+            )
+        quantize_groups(
+            values, offs_n[None, :], offs_g[:, None], columns, block_count, maximum[None, :],
+            column_out_ptr, column_scale_ptr, seed_ptr, column_stream, COLUMN_MAX, COLUMN_UNITS, COLUMN_SHIFT, COLUMN_R,
+            1, COLUMN_E8M0, COLUMN_RULE, COLUMN_STOCHASTIC, COLUMN_CANDIDATES, NATIVE_E4M3, ASM,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What one form of a matrix becomes.
+
+    Args:
+        quantizer: how.
+        stream: random stream of stochastic rounding.
+        units: ``None`` for packed codes and scales, ``"bf16"`` or ``"fp8"`` for the values those units multiply.
+    """
+
+    quantizer: Quantizer
+    stream: int = 0
+    units: Units | None = None
+
+
+class _Output:
+    """Memory for one form of a ``[rows, columns]`` matrix, and the kernel's arguments for it."""
+
+    def __init__(self, x: Tensor, form: Form | None, amax: Tensor | None, rows: int, columns: int) -> None:
+        self.form, self.amax, self.shape = form, amax, (rows, columns)
+        if form is None:
+            return
+        block_format = form.quantizer.format
+        block_rows, block_columns = block_format.block
+        blocks = triton.cdiv(columns, block_columns)
+        self.encoded_max = form.quantizer.scale_rule.encoded_max
+        if form.units is None:
+            self.out = x.new_empty(rows, blocks * block_columns // 2, dtype=torch.uint8)
+            self.scales = x.new_empty(triton.cdiv(rows, block_rows), blocks, dtype=torch.uint8)
+            self.factor = None
+        else:
+            dtype = torch.bfloat16 if form.units == "bf16" else torch.float8_e4m3fn
+            self.out = x.new_empty(rows, blocks * block_columns, dtype=dtype)
+            self.factor = None if amax is None else torch.empty_like(amax)
+
+    def pointers(self, placeholder: Tensor) -> list[Any]:
+        """The kernel's pointers and stream; the place of what it does not use is held by ``placeholder``."""
+        if self.form is None:
+            return [placeholder] * 4 + [0]
+        return [
+            placeholder if self.amax is None else self.amax,
+            self.out.view(torch.int32),  # a group of neighbours fills whole words
+            self.scales if self.form.units is None else placeholder,
+            placeholder if self.factor is None else self.factor,
+            self.form.stream,
+        ]
+
+    def constants(self, prefix: str) -> dict[str, Any]:
+        """The kernel's constants."""
+        quantizer = Quantizer() if self.form is None else self.form.quantizer
+        encoded_max = quantizer.scale_rule.encoded_max
+        units = "none" if self.form is None else self.form.units or "packed"
+        constants = {
+            "UNITS": units,
+            "BY": "none" if self.amax is None else quantizer.format.global_scale,
+            "MAX": encoded_max,
+            "SHIFT": 1.0 if self.form is None else operand_shift(self.form.units, encoded_max),
+            "R": quantizer.format.block[0],
+            "C": quantizer.format.block[1],
+            "E8M0": quantizer.format.scale is E8M0,
+            "RULE": quantizer.scale_rule.value,
+            "STOCHASTIC": quantizer.rounding is Rounding.STOCHASTIC,
+            "CANDIDATES": candidate_count(quantizer.scale_rule),
+        }
+        return {f"{prefix}_{name}": value for name, value in constants.items()}
+
+    def result(self) -> FP4Tensor | FP4Operand | None:
+        """The form."""
+        if self.form is None:
+            return None
+        if self.form.units is not None:
+            return FP4Operand(values=self.out, factor=self.factor, shape=self.shape)
+        block_format = self.form.quantizer.format
+        return FP4Tensor(
+            codes=self.out,
+            scales=self.scales.view(torch.float8_e8m0fnu if block_format.scale is E8M0 else torch.float8_e4m3fn),
+            amax=self.amax,
+            encoded_max=self.encoded_max,
+            format=block_format,
+            shape=self.shape,
+        )
+
+
+def _is_word_aligned(x: Tensor, group: int) -> bool:
+    """Whether the rows of ``x`` are contiguous, hold whole groups, and start at multiples of 16 bytes."""
+    bytes_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return x.stride(1) == 1 and x.shape[1] % group == 0 and bytes_aligned
+
+
+def supports(quantizer: Quantizer, hadamard: int | None = None, units: Units | None = None) -> bool:
+    """Whether the kernels can do this: rotations no longer than a block, codes or operands of a GPU's units."""
+    return (hadamard is None or hadamard <= quantizer.format.block[1]) and units in (None, "bf16", "fp8")
+
+
+def quantize_both(
+    x: Tensor, rows: Form | None, columns: Form | None, *, hadamard: int | None = None, seed: Tensor | None = None
+) -> tuple[FP4Tensor | FP4Operand | None, FP4Tensor | FP4Operand | None]:
+    """Quantise ``x`` along its rows, and ``x.T`` along its rows, reading ``x`` once (and once for the maxima).
+
+    Args:
+        x: ``[M, N]``, float32, bfloat16 or float16, any strides, any size.
+        rows: what the row form becomes, ``None`` to leave it out.
+        columns: what the column form becomes, ``None`` to leave it out.
+        hadamard: rotate groups of this length along the columns for the column form.
+        seed: int64 ``[2]``, key and step; needed by stochastic rounding only.
+
+    Returns:
+        The row form ``[M, N]`` and the column form ``[N, M]``.
+
+    Raises:
+        ValueError: for what :func:`supports` denies, a missing seed, or an ``x`` that the kernels cannot read.
+    """
+    check_input(x, hadamard)
+    forms = [form for form in (rows, columns) if form is not None]
+    if columns is not None and not supports(columns.quantizer, hadamard):
+        raise ValueError(f"`hadamard={hadamard}` is longer than the blocks of {columns.quantizer.format}.")
+    if seed is None and any(form.quantizer.rounding is Rounding.STOCHASTIC for form in forms):
+        raise ValueError("Stochastic rounding needs a `seed`, an int64 tensor [key, step].")
+    row_amax, column_amax = amax(
+        x,
+        rows.quantizer.format.global_scale if rows else None,
+        columns.quantizer.format.global_scale if columns else None,
+        hadamard if columns else None,
+    )
+    by_rows = _Output(x, rows, row_amax, x.shape[0], x.shape[1])
+    by_columns = _Output(x, columns, column_amax, x.shape[1], x.shape[0])
+    if x.numel() and forms:
+        placeholder = by_rows.out if rows is not None else by_columns.out
+        placeholder = placeholder.view(torch.uint8)
+        block_m, block_n = _BLOCK_M, _BLOCK_N
+        grid, tiles_n = grid_of(x, block_m, block_n)
+        words = rows is not None and _is_word_aligned(x, rows.quantizer.format.block[1])
+        _quantize_kernel[grid](
+            x, x.view(torch.int64) if words else x, x.stride(0), x.stride(1), x.shape[0], x.shape[1], tiles_n,
+            placeholder if seed is None else seed,
+            *by_rows.pointers(placeholder), *by_columns.pointers(placeholder),
+            **by_rows.constants("ROW"), **by_columns.constants("COLUMN"),
+            HADAMARD=hadamard if hadamard and columns else 0, WORDS=words,
+            NATIVE_E4M3=has_e4m3(x), ASM=not is_interpreted(),
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    else:
+        for output in (by_rows, by_columns):
+            if output.form is not None and output.factor is not None:
+                output.factor.zero_()
+    return by_rows.result(), by_columns.result()
+
+
+def quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    *,
+    hadamard: int | None = None,
+    transposed: bool = False,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    units: Units | None = None,
+) -> FP4Tensor | FP4Operand:
+    """One form alone: ``x``, or ``x.T`` if ``transposed``, quantised along its last axis.
+
+    Arguments are those of ``lightning_fp4.ops.quantize``; errors are those of :func:`quantize_both`.
+    """
+    form = Form(quantizer=quantizer, stream=stream, units=units)
+    if hadamard and not transposed:
+        x, transposed = x.T, True  # rotations run along columns
+    if transposed:
+        _, quantized = quantize_both(x, None, form, hadamard=hadamard, seed=seed)
+    else:
+        quantized, _ = quantize_both(x, form, None, seed=seed)
+    assert quantized is not None
+    return quantized

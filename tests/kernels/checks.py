@@ -1,0 +1,118 @@
+"""What the kernels are held to, on a GPU and in Triton's interpreter: the reference's bits, computed on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, FP4Tensor, Quantizer, kernels, reference
+from lightning_fp4.kernels import Form
+from lightning_fp4.tensor import FP4Operand
+from tests.helpers import same_bits
+
+RULES = [
+    ("nearest", "rne"),
+    ("nearest", "unbiased"),
+    ("nearest", "four_over_six"),
+    ("nearest", "closed"),
+    ("nearest", "closed_up"),
+    ("nearest", "closed_best"),
+    ("stochastic", "rne"),
+    ("stochastic", "unbiased"),
+    ("stochastic", "closed_up"),
+]
+QUANTIZERS = [
+    *(Quantizer(format=f, rounding=r, scale_rule=s) for f in (NVFP4, NVFP4_2D, NVFP4_ROW) for r, s in RULES),
+    Quantizer(format=MXFP4, scale_rule="unbiased"),
+    Quantizer(format=MXFP4, scale_rule="unbiased", rounding="stochastic"),
+]
+KEY, STEP = 0x7123456789ABCDEF, 2**32 - 3
+
+
+def wide(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Values over many octaves, with exact ties, a zero block, and a row of tiny values."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
+    x[:, ::7] = (x[:, ::7] * 4).round() / 4
+    x[: min(16, shape[0] // 2), : min(32, shape[1] // 2)] = 0
+    if shape[0] > 2:
+        x[2] *= 1e-6
+    return x.to(dtype)
+
+
+def seed(device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.tensor([KEY, STEP], device=device)
+
+
+def expected_form(
+    x: torch.Tensor, quantizer: Quantizer, *, hadamard: int | None = None, transposed: bool = False, stream: int = 0
+) -> FP4Tensor:
+    """The reference on the CPU."""
+    x = x.cpu()
+    matrix = x.T if transposed else x
+    matrix = reference.rotate(matrix, hadamard) if hadamard else matrix
+    bits = None
+    if quantizer.rounding.value == "stochastic":
+        padded = matrix.shape[1] + -matrix.shape[1] % quantizer.format.block[1]
+        bits = reference.random_bytes(matrix.shape[0], padded, seed(), stream)
+    return reference.quantize(matrix, quantizer, random_bits=bits)
+
+
+def assert_same_form(actual: FP4Tensor | FP4Operand, expected: FP4Tensor) -> None:
+    """Codes, scales and maxima equal to the bit; decoded operands too."""
+    if isinstance(actual, FP4Operand):
+        decoded = reference.operand(expected, actual.units)
+        assert same_bits(actual.values.cpu().float(), decoded.values.float())
+        assert (actual.factor is None) is (decoded.factor is None)
+        assert actual.factor is None or same_bits(actual.factor.cpu(), decoded.factor)
+        return
+    assert actual.codes.shape == expected.codes.shape
+    assert actual.scales.shape == expected.scales.shape
+    assert actual.scales.dtype == expected.scales.dtype
+    assert same_bits(actual.scales.cpu().float(), expected.scales.float())
+    if expected.amax is not None:
+        assert same_bits(actual.amax.cpu(), expected.amax)
+    if expected.scales.float().isfinite().all():
+        assert torch.equal(actual.codes.cpu(), expected.codes)
+    else:  # the sign of NaN is nobody's
+        assert torch.equal(actual.codes.cpu() & 0x77, expected.codes & 0x77)
+    assert actual.encoded_max == expected.encoded_max
+    assert actual.format == expected.format
+
+
+def check_both(
+    x: torch.Tensor,
+    quantizer: Quantizer,
+    hadamard: int | None = None,
+    units: tuple[str | None, str | None] = (None, None),
+    columns: Quantizer | None = None,
+) -> None:
+    """Both forms from one call are those of the reference."""
+    columns = columns or quantizer
+    by_rows, by_columns = kernels.quantize_both(
+        x,
+        Form(quantizer=quantizer, stream=3, units=units[0]),
+        Form(quantizer=columns, stream=2**32 - 1, units=units[1]),
+        hadamard=hadamard,
+        seed=seed(x.device),
+    )
+    assert by_rows.shape == (x.shape[0], x.shape[1])
+    assert by_columns.shape == (x.shape[1], x.shape[0])
+    assert_same_form(by_rows, expected_form(x, quantizer, stream=3))
+    assert_same_form(by_columns, expected_form(x, columns, hadamard=hadamard, transposed=True, stream=2**32 - 1))
+
+
+def check_decode(x: torch.Tensor, quantizer: Quantizer) -> None:
+    """Decoding what the reference quantised: values in three dtypes, and the operands of a GEMM."""
+    host = expected_form(x, quantizer)
+    card = FP4Tensor(
+        codes=host.codes.to(x.device),
+        scales=host.scales.view(torch.uint8).to(x.device).view(host.scales.dtype),
+        amax=None if host.amax is None else host.amax.to(x.device),
+        encoded_max=host.encoded_max,
+        format=host.format,
+        shape=host.shape,
+    )
+    for dtype in (torch.float32, torch.float16):
+        assert same_bits(kernels.dequantize(card, dtype).cpu(), reference.dequantize(host).to(dtype))
+    for units in ("bf16", "fp8"):
+        assert_same_form(kernels.operand(card, units), host)

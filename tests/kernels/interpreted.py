@@ -1,0 +1,111 @@
+"""The kernels in Triton's interpreter; ``test_interpreter.py`` runs this file in a process of its own."""
+
+import pytest
+import torch
+
+from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, Quantizer, kernels, reference
+from lightning_fp4.kernels import _device
+from lightning_fp4.reference.hadamard import _SIGNS
+from tests.kernels.checks import QUANTIZERS, check_both, check_decode, seed, wide
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize("index", range(len(QUANTIZERS)), ids=[str(q) for q in QUANTIZERS])
+def test_quantize(index):
+    quantizer = QUANTIZERS[index]
+    check_both(wide((33, 70), DTYPES[index % 3]), quantizer)
+    block = quantizer.format.block[1]
+    check_both(wide((40, 64), DTYPES[(index + 1) % 3]), quantizer, hadamard=block)
+
+
+@pytest.mark.parametrize("units", [("bf16", "fp8"), ("fp8", "bf16"), ("fp8", None)])
+@pytest.mark.parametrize(
+    "quantizer",
+    [Quantizer(), Quantizer(scale_rule="closed_up", rounding="stochastic"), Quantizer(format=NVFP4_2D), QUANTIZERS[-1]],
+    ids=str,
+)
+def test_decoded_at_once(quantizer, units):
+    check_both(wide((20, 48), torch.bfloat16), quantizer, hadamard=16, units=units)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 16), (16, 0), (1, 1), (1, 33), (17, 16), (129, 65)])
+def test_sizes(shape):
+    for quantizer in (Quantizer(), Quantizer(format=NVFP4_2D), Quantizer(format=MXFP4, scale_rule="unbiased")):
+        check_both(torch.randn(shape), quantizer)
+        check_decode(torch.randn(shape), quantizer)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("block_format", [NVFP4, NVFP4_ROW, NVFP4_2D, MXFP4], ids=str)
+def test_non_finite(block_format, bad):
+    x = torch.randn(33, 64)
+    x[3, 5] = bad
+    quantizer = Quantizer(format=block_format, scale_rule="unbiased")
+    check_both(x, quantizer)
+    check_both(x, quantizer, units=("bf16", "fp8"))
+    check_decode(x, quantizer)
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0**-149, 1e-40, 1e-30, 1e30, 3e38])
+def test_ranges(scale):
+    for quantizer in (Quantizer(), Quantizer(format=MXFP4, scale_rule="unbiased")):
+        check_both(torch.linspace(-1, 1, 32 * 48).reshape(32, 48) * scale, quantizer)
+
+
+def test_strides():
+    x = torch.randn(40, 66).bfloat16()
+    for view in (x.T, x[:, ::2], x[1:, 3:], x[:1].expand(20, 66), x[:, 2:34]):
+        check_both(view, Quantizer())
+
+
+@pytest.mark.parametrize("index", range(0, len(QUANTIZERS), 4))
+def test_decode(index):
+    check_decode(wide((33, 70), torch.float32), QUANTIZERS[index])
+
+
+@pytest.mark.parametrize("hadamard", [2, 4, 8, 16, 32])
+def test_rotations(hadamard):
+    quantizer = Quantizer(format=MXFP4, scale_rule="unbiased")
+    check_both(torch.randn(40, 34), quantizer, hadamard=hadamard)
+    alone = kernels.quantize(torch.randn(40, 34), quantizer, hadamard=hadamard)  # rotated along rows
+    assert alone.shape == (40, 34)
+
+
+def test_finish():
+    sums, bias = torch.randn(19, 300), torch.randn(300).bfloat16()
+    for lhs, rhs in ((torch.rand(1, 1), torch.rand(300, 1)), (torch.rand(19, 1), torch.rand(1, 1)), (None, None)):
+        expected = sums if lhs is None else sums * (lhs * rhs.T)
+        assert torch.equal(kernels.finish(sums, lhs, rhs, None, torch.float32), expected)
+        assert torch.equal(kernels.finish(sums, lhs, rhs, bias, torch.float32), expected + bias.float())
+
+
+def test_signs_are_the_references():
+    mask = _device.NEGATIVE_SIGNS.value
+    assert tuple(-1 if mask >> i & 1 else 1 for i in range(32)) == _SIGNS
+
+
+def test_launchers_state_what_they_assume():
+    with pytest.raises(ValueError, match="matrices"):
+        kernels.quantize(torch.randn(2, 3, 4), Quantizer())
+    with pytest.raises(ValueError, match="matrices"):
+        kernels.quantize(torch.randn(2, 16).double(), Quantizer())
+    with pytest.raises(ValueError, match="seed"):
+        kernels.quantize(torch.randn(2, 16), Quantizer(rounding="stochastic", scale_rule="unbiased"))
+    with pytest.raises(ValueError, match="longer than the blocks"):
+        kernels.quantize(torch.randn(2, 32), Quantizer(), hadamard=32)
+    with pytest.raises(ValueError, match="must be one of"):
+        kernels.quantize(torch.randn(2, 32), Quantizer(), hadamard=3)
+    with pytest.raises(ValueError, match="'bf16' or 'fp8'"):
+        kernels.operand(reference.quantize(torch.randn(2, 32), Quantizer()), "fp32")
+    with pytest.raises(ValueError, match="both operands"):
+        kernels.finish(torch.randn(2, 2), torch.rand(1, 1), None, None, torch.float32)
+
+
+def test_stream_and_step_change_the_bits():
+    quantizer = Quantizer(rounding="stochastic", scale_rule="unbiased")
+    x = torch.randn(16, 64)
+    first = kernels.quantize(x, quantizer, seed=seed(), stream=0).codes
+    assert not torch.equal(first, kernels.quantize(x, quantizer, seed=seed(), stream=1).codes)
+    assert not torch.equal(first, kernels.quantize(x, quantizer, seed=seed() + torch.tensor([0, 1]), stream=0).codes)
+    assert torch.equal(first, kernels.quantize(x, quantizer, seed=seed(), stream=0).codes)

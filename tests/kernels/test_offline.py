@@ -1,0 +1,131 @@
+"""What the launchers launch compiles for every NVIDIA architecture from Ampere to Blackwell, without a GPU."""
+
+import importlib
+
+import pytest
+import torch
+
+from lightning_fp4 import MXFP4, NVFP4_2D, NVFP4_ROW, Quantizer, reference
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+MODULES = {
+    name: importlib.import_module(f"lightning_fp4.kernels.{name}")
+    for name in ("amax", "quantize", "dequantize", "finish")
+}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.uint8: "u8",
+    torch.uint16: "u16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+ARCHITECTURES = [80, 89, 90, 100, 120]
+
+
+class _Recorder:
+    """Stands in for a kernel and notes its launches."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.launches.append((self.kernel, arguments, options))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    noted = []
+    for name, module in MODULES.items():
+        kernel = f"_{'decode' if name == 'dequantize' else name}_kernel"
+        monkeypatch.setattr(module, kernel, _Recorder(getattr(module, kernel), noted))
+        for check in ("check_device", "check_input"):
+            if hasattr(module, check):
+                monkeypatch.setattr(module, check, lambda *_: None)
+    monkeypatch.setattr(MODULES["quantize"], "_BLOCK_M", 64)
+    monkeypatch.setattr(MODULES["quantize"], "_BLOCK_N", 32)
+    return noted
+
+
+def _compile(launch, architecture):
+    kernel, arguments, options = launch
+    names = kernel.arg_names
+    signature, constants, attributes = {}, {}, {}
+    for i, value in enumerate(arguments):
+        if isinstance(value, torch.Tensor):
+            signature[names[i]] = f"*{TYPES[value.dtype]}"
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif value == 1:
+            signature[names[i]], constants[(i,)] = "constexpr", 1
+        else:
+            signature[names[i]] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    for name in names[len(arguments) :]:
+        signature[name], constants[(names.index(name),)] = "constexpr", options[name]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    target = GPUTarget("cuda", architecture, 32)
+    return triton.compile(source, target=target, options={"num_warps": options["num_warps"], "enable_fp_fusion": False})
+
+
+def _launch_quantize(monkeypatch, architecture, dtype, rows, columns, hadamard, units):
+    monkeypatch.setattr(MODULES["quantize"], "has_e4m3", lambda x: architecture >= 89)
+    form = MODULES["quantize"].Form
+    MODULES["quantize"].quantize_both(
+        torch.zeros(96, 64, dtype=dtype),
+        rows and form(quantizer=rows, units=units[0], stream=1),
+        columns and form(quantizer=columns, units=units[1], stream=2),
+        hadamard=hadamard,
+        seed=torch.tensor([1, 2]),
+    )
+
+
+RTN, SR = Quantizer(), Quantizer(rounding="stochastic", scale_rule="closed_up")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_training_kernels(architecture, launches, monkeypatch):
+    """What the nvfp4 recipe launches for an input (forward) and an output gradient (backward), and around its GEMMs."""
+    fp8 = "fp8" if architecture >= 89 else "bf16"
+    _launch_quantize(monkeypatch, architecture, torch.bfloat16, RTN, RTN, 16, (fp8, None))
+    monkeypatch.setattr(MODULES["dequantize"], "has_e4m3", lambda x: architecture >= 89)
+    MODULES["dequantize"].operand(reference.quantize(torch.zeros(96, 64), RTN), fp8)
+    MODULES["finish"].finish(torch.zeros(96, 64), torch.ones(1, 1), torch.ones(1, 1), torch.ones(64), torch.bfloat16)
+    assert [launch[0].__name__ for launch in launches] == [
+        "_amax_kernel",
+        "_quantize_kernel",
+        "_decode_kernel",
+        "_finish_kernel",
+    ]
+    for launch in launches:
+        compiled = _compile(launch, architecture)
+        assert compiled.asm["cubin"]
+        if launch[0].__name__ == "_quantize_kernel":
+            assert ("cvt.rn.satfinite.e4m3x2" in compiled.asm["ptx"]) is (architecture >= 89)
+
+
+CASES = [
+    (90, torch.bfloat16, SR, SR, 16, ("fp8", "fp8")),
+    (80, torch.bfloat16, SR, SR, 16, ("bf16", "bf16")),
+    (120, torch.float16, Quantizer(format=NVFP4_2D, scale_rule="four_over_six"), None, None, (None, None)),
+    (100, torch.float32, None, Quantizer(format=NVFP4_2D, scale_rule="closed_best"), None, (None, "bf16")),
+    (80, torch.float32, Quantizer(format=NVFP4_ROW), Quantizer(format=NVFP4_ROW), 8, (None, None)),
+    (
+        89,
+        torch.bfloat16,
+        *(2 * [Quantizer(format=MXFP4, scale_rule="unbiased", rounding="stochastic")]),
+        32,
+        (None, "bf16"),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"sm_{case[0]}-{case[2] or case[3]}" for case in CASES])
+def test_other_quantisers(case, launches, monkeypatch):
+    _launch_quantize(monkeypatch, *case)
+    for launch in launches:
+        assert _compile(launch, case[0]).asm["cubin"]
