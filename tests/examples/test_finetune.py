@@ -1,8 +1,8 @@
 """The main job on a tiny Llama with one token per byte: data, loss, LoRA, FP4, and every message for a wrong input."""
 
 import json
-import re
 import math
+import re
 import subprocess
 import sys
 from argparse import Namespace
