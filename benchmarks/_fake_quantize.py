@@ -9,6 +9,7 @@ holds it to the package's own layers.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from lightning_fp4.formats import E2M1, E4M3
 from lightning_fp4.quantizer import Quantizer, Rounding, ScaleRule
 from lightning_fp4.recipes import Gemm, HotChannels, Recipe
+from lightning_fp4.tensor import operand_shift
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -28,6 +30,27 @@ def round_e4m3(x: Tensor, *, up: bool = False) -> Tensor:
     power, reciprocal = bits.view(torch.float32), (0x7F000000 - bits).view(torch.float32)
     steps = x * (reciprocal * 8)
     return ((torch.ceil(steps) if up else torch.round(steps)) * (power * 0.125)).clamp(max=E4M3.max)
+
+
+def round_closed(x: Tensor, *, up: bool) -> Tensor:
+    """Round non-negative float32 to the closed scales (to nearest with ties up, or ``up``), saturating at 64."""
+    bits = x.view(torch.int32) & 0x7F800000
+    power = bits.view(torch.float32)  # 2^floor(log2 x)
+    mantissa = x * (0x7F000000 - bits).view(torch.float32)
+    borders = (1.0, 1.25, 1.5) if up else (1.125, 1.375, 1.75)
+    small_borders = (0.0, 2.0**-8, 2.0**-7, 1.5 * 2.0**-7)
+    if not up:
+        values = (*small_borders, 2.0**-6)
+        small_borders = tuple((a + b) / 2 for a, b in itertools.pairwise(values))  # type: ignore[assignment]
+
+    def passed(value: Tensor, border: float) -> Tensor:
+        return value > border if up else value >= border
+
+    quarters = sum(passed(mantissa, border).float() * step for border, step in zip(borders, (1, 1, 2), strict=True))
+    normal = power * (1 + 0.25 * quarters)
+    steps = (2.0**-8, 2.0**-8, 2.0**-8, 2.0**-8)
+    small = sum(passed(x, border).float() * step for border, step in zip(small_borders, steps, strict=True))
+    return torch.where(x < 2.0**-6, small, normal).clamp(max=64.0)
 
 
 def round_e2m1(x: Tensor, *, stochastic: bool = False) -> Tensor:
@@ -42,7 +65,9 @@ def round_e2m1(x: Tensor, *, stochastic: bool = False) -> Tensor:
     return torch.copysign((steps * spacing).clamp(max=E2M1.max), x)
 
 
-def quantize_dequantize(x: Tensor, quantizer: Quantizer, *, axis: int, amax: Tensor | None = None) -> Tensor:
+def quantize_dequantize(
+    x: Tensor, quantizer: Quantizer, *, axis: int, amax: Tensor | None = None, fp8: bool = False
+) -> Tensor:
     """What a matrix becomes by quantising and decoding it.
 
     Args:
@@ -50,6 +75,7 @@ def quantize_dequantize(x: Tensor, quantizer: Quantizer, *, axis: int, amax: Ten
         quantizer: how; NVFP4 formats with a scale per tensor.
         axis: the contraction axis, along which the blocks lie.
         amax: largest magnitude to take for the global scale, of ``x`` if not given.
+        fp8: round code value times block scale to E4M3, as FP8 units multiply it.
 
     Returns:
         float32 ``[rows, columns]``.
@@ -74,19 +100,32 @@ def quantize_dequantize(x: Tensor, quantizer: Quantizer, *, axis: int, amax: Ten
         factor = (1.0 / (scale * (1.0 / encode))).clamp(max=_FLOAT32_MAX)
         return round_e2m1(values * factor, stochastic=stochastic)
 
-    scale = round_e4m3(wanted, up=quantizer.scale_rule is ScaleRule.UNBIASED)
+    def error(code: Tensor, scale: Tensor) -> Tensor:
+        decoded = code * (scale * amax) * (1.0 / encoded_max)
+        return (decoded - values).square().sum(dim=(1, 3), keepdim=True)
+
+    scale, *others = _scales(wanted, quantizer.scale_rule)
     code = codes(scale)
-    if quantizer.scale_rule is ScaleRule.FOUR_OVER_SIX:
-        scale_4 = round_e4m3(wanted * 1.5)
-        code_4 = codes(scale_4)
-
-        def error(code: Tensor, scale: Tensor) -> Tensor:
-            decoded = code * (scale * amax) * (1.0 / encoded_max)
-            return (decoded - values).square().sum(dim=(1, 3), keepdim=True)
-
-        pick_4 = error(code_4, scale_4) < error(code, scale)
-        code, scale = torch.where(pick_4, code_4, code), torch.where(pick_4, scale_4, scale)
+    for other in others:
+        other_code = codes(other)
+        is_better = error(other_code, other) < error(code, scale)
+        code, scale = torch.where(is_better, other_code, code), torch.where(is_better, other, scale)
+    if fp8:
+        shift = operand_shift("fp8", encoded_max)
+        product = torch.copysign(round_e4m3((code * scale).abs() * shift), code)
+        return (product * (amax * (1.0 / (encoded_max * shift)))).reshape(x.shape)
     return (code * (scale * amax * (1.0 / encoded_max))).reshape(x.shape)
+
+
+def _scales(wanted: Tensor, rule: ScaleRule) -> list[Tensor]:
+    """The scales that a rule tries for each block; the first wins if errors are equal."""
+    if not rule.is_closed:
+        first = round_e4m3(wanted, up=rule is ScaleRule.UNBIASED)
+        return [first, round_e4m3(wanted * 1.5)] if rule is ScaleRule.FOUR_OVER_SIX else [first]
+    scales = [round_closed(wanted, up=rule is not ScaleRule.CLOSED)]
+    while rule is ScaleRule.CLOSED_BEST and len(scales) < 3:
+        scales.append(round_closed(scales[-1] * 1.001, up=True))  # the closed scale after it
+    return scales
 
 
 def rotate_tokens(x: Tensor, matrix: Tensor | None) -> Tensor:
@@ -114,8 +153,12 @@ def _nearest(quantizer: Quantizer) -> Quantizer:
     return dataclasses.replace(quantizer, rounding=Rounding.NEAREST, center=None)
 
 
-def _operand(x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype, *, axis: int) -> Tensor:
-    return (x if quantizer is None else quantize_dequantize(x, quantizer, axis=axis)).to(dtype)
+def _operand(x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype, gemm: Gemm, *, axis: int) -> Tensor:
+    return (x if quantizer is None else quantize_dequantize(x, quantizer, axis=axis, fp8=_fp8(gemm))).to(dtype)
+
+
+def _fp8(gemm: Gemm) -> bool:
+    return gemm.units == "fp8" and gemm.lhs is not None and gemm.rhs is not None
 
 
 def _mean_term(mean: Tensor, gemm: Gemm, weight: Tensor, quantized: Tensor) -> Tensor:
@@ -165,8 +208,9 @@ class _FakeLinear(torch.autograd.Function):
         ctx.recipe = recipe
         gemm = recipe.fprop or Gemm()
         rest, mean = center(x, gemm.lhs, axis=1)
-        xq = rest if gemm.lhs is None else quantize_dequantize(rest, gemm.lhs, axis=1)
-        wq = weight if gemm.rhs is None else quantize_dequantize(weight, gemm.rhs, axis=1)
+        fp8 = _fp8(gemm)
+        xq = rest if gemm.lhs is None else quantize_dequantize(rest, gemm.lhs, axis=1, fp8=fp8)
+        wq = weight if gemm.rhs is None else quantize_dequantize(weight, gemm.rhs, axis=1, fp8=fp8)
         out = torch.mm(xq.to(x.dtype), wq.to(x.dtype).T)
         if gemm.hot_channels is not None and channels is not None and channels.shape[0] > 0:
             out = _patch(out, rest, xq, weight, wq, gemm, gemm.hot_channels, channels)
@@ -180,16 +224,16 @@ class _FakeLinear(torch.autograd.Function):
         dtype = x.dtype
         gemm = ctx.recipe.dgrad or Gemm()
         rest, mean = center(grad_output, gemm.lhs, axis=1)
-        wq = weight if gemm.rhs is None else quantize_dequantize(weight, gemm.rhs, axis=0)
-        grad_x = torch.mm(_operand(rest, gemm.lhs, dtype, axis=1), wq.to(dtype))
+        wq = weight if gemm.rhs is None else quantize_dequantize(weight, gemm.rhs, axis=0, fp8=_fp8(gemm))
+        grad_x = torch.mm(_operand(rest, gemm.lhs, dtype, gemm, axis=1), wq.to(dtype))
         if mean is not None:
             grad_x = (grad_x + _mean_term(mean, gemm, weight.T, wq.T)).to(dtype)
         gemm = ctx.recipe.wgrad or Gemm()
         hadamard = ctx.hadamard if gemm.hadamard else None
         d_rest, d_mean = center(grad_output, gemm.lhs, axis=0)
         x_rest, x_mean = center(x, gemm.rhs, axis=0)
-        dq = _operand(rotate_tokens(d_rest, hadamard), gemm.lhs, dtype, axis=0)
-        xq = _operand(rotate_tokens(x_rest, hadamard), gemm.rhs, dtype, axis=0)
+        dq = _operand(rotate_tokens(d_rest, hadamard), gemm.lhs, dtype, gemm, axis=0)
+        xq = _operand(rotate_tokens(x_rest, hadamard), gemm.rhs, dtype, gemm, axis=0)
         grad_weight = torch.mm(dq.T, xq).to(weight.dtype)
         if d_mean is not None and x_mean is not None:
             grad_weight = (grad_weight + d_mean.T * x.shape[0] * x_mean).to(weight.dtype)

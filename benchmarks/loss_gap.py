@@ -64,12 +64,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chon-4o6-2d": {"name": "chon", "forward_scale": "four_over_six"},
     "chon-averis-4o6-1d": {"name": "chon", "averis": True, "forward_scale": "four_over_six", "weight_2d": False},
     "chon-product-4o6-1d": {"name": "chon", "score": "product", "forward_scale": "four_over_six", "weight_2d": False},
+    "closed_best-1d": {
+        "name": "nvfp4",
+        "forward_scale": "closed_best",
+        "gradient_scale": "closed_up",
+        "weight_2d": False,
+    },
+    "chon-averis-product-4o6-1d": {
+        "name": "chon",
+        "averis": True,
+        "score": "product",
+        "forward_scale": "four_over_six",
+        "weight_2d": False,
+    },
     "nvfp4-norht-1d": {"name": "nvfp4", "hadamard": False, "weight_2d": False},
 }
 """Recipes by the name that the table shows; more with ``--recipe LABEL=JSON``."""
 
-FINISH = "+finish"
-"""A variant's name with this at the end computes fprop in BF16 for the last 18 % of the steps."""
+FINISH, FP8 = "+finish", "+fp8"
+"""A variant's name with these at the end computes fprop in BF16 for the last 18 % of the steps, or multiplies operands
+that are rounded to E4M3 (as FP8 units do it for scale rules that are not closed)."""
 
 
 def layer_choice(recipe: Recipe, layers: str) -> Recipe:
@@ -533,15 +547,21 @@ def runs_of(options: argparse.Namespace) -> Iterator[tuple[str, str, int, Recipe
         known[label] = json.loads(spec)
     variants = [*options.variants, *(extra.partition("=")[0] for extra in options.recipe)]
     for variant in variants:
-        if variant.removesuffix(FINISH) not in known:
+        if _base_name(variant) not in known:
             raise SystemExit(f"{variant!r} is no known variant. Known: {', '.join(known)}; or use --recipe LABEL=JSON.")
     for seed in options.seeds:
         for layers in options.layers:
             for variant in variants:
                 if variant == "bf16" and layers != options.layers[0]:
                     continue
-                recipe = layer_choice(get_recipe(known[variant.removesuffix(FINISH)]), layers)
-                yield (variant, layers, seed, recipe, 0.82 if variant.endswith(FINISH) else None)
+                recipe = layer_choice(get_recipe(known[_base_name(variant)]), layers)
+                if FP8 in variant:
+                    recipe = recipe.map(lambda _, gemm: dataclasses.replace(gemm, units="fp8"))
+                yield (variant, layers, seed, recipe, 0.82 if FINISH in variant else None)
+
+
+def _base_name(variant: str) -> str:
+    return variant.replace(FINISH, "").replace(FP8, "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

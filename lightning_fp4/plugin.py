@@ -185,13 +185,10 @@ class FP4Plugin:
         layers = self._fp4_layers()
         states = [layer.fp4_rng_state.cpu() for layer in layers.values()]
         steps = torch.stack(states)[:, 1].tolist() if states else []
+        state = {"version": _STATE_VERSION, "recipe": self.recipe.name, "steps": dict(zip(layers, steps, strict=True))}
         hot = {name: layer.fp4_hot_channels for name, layer in layers.items()}
-        return {
-            "version": _STATE_VERSION,
-            "recipe": self.recipe.name,
-            "steps": dict(zip(layers, steps, strict=True)),
-            "hot_channels": {name: channels.cpu() for name, channels in hot.items() if channels is not None},
-        }
+        chosen = {name: channels.cpu() for name, channels in hot.items() if channels is not None}
+        return {**state, "hot_channels": chosen} if chosen else state
 
     def _load_fp4_state(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`_fp4_state` was taken; layers it does not know start afresh."""

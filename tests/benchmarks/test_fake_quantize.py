@@ -1,5 +1,6 @@
 """The fast path of loss_gap computes what the package's own FP4 layers compute."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -25,6 +26,8 @@ RECIPES = [
     {"name": "chon", "mode": "dual", "operands": "activations", "weight_2d": False},
     {"name": "chon", "mode": "single", "operands": "weights"},
     {"name": "chon", "mode": "high_precision", "averis": True},
+    {"name": "nvfp4", "forward_scale": "closed", "gradient_scale": "closed_up"},
+    {"name": "averis", "forward_scale": "closed_best", "gradient_scale": "closed_up", "weight_2d": False},
     {"name": "high_precision"},
 ]
 
@@ -60,6 +63,22 @@ def test_scales_round_like_the_reference():
     x = torch.cat([torch.logspace(-12, 3, 4001), torch.tensor([0.0, 2.0**-9, 2.0**-10, 447.9, 448, 500])])
     assert torch.equal(fake.round_e4m3(x), rounding.e4m3_nearest(x).float())
     assert torch.equal(fake.round_e4m3(x, up=True), rounding.e4m3_up(x).float())
+
+
+def test_closed_scales_round_like_the_reference():
+    x = torch.cat([torch.logspace(-12, 2, 4001, base=2), torch.tensor(rounding.CLOSED_SCALES), torch.tensor([99.0])])
+    assert torch.equal(fake.round_closed(x, up=True), rounding.closed_up(x).float())
+    assert torch.equal(fake.round_closed(x, up=False), rounding.closed_nearest(x).float())
+
+
+@pytest.mark.parametrize("rule", ["four_over_six", "rne", "closed_best"])
+def test_products_on_fp8_units_round_like_the_package(rule):
+    x, weight, _, _ = _inputs()
+    recipe = get_recipe("nvfp4", stochastic_rounding=False, forward_scale=rule)
+    recipe = recipe.map(lambda _, gemm: dataclasses.replace(gemm, units="fp8"))
+    out = fake._FakeLinear.apply(x, weight, None, hadamard_matrix(16), recipe)
+    expected = fp4_linear(x, weight, None, recipe, new_rng_state(0, 0, "layer"))
+    assert (out - expected).norm() <= 2e-6 * expected.norm()
 
 
 def test_codes_round_like_the_reference():

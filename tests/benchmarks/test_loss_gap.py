@@ -73,6 +73,12 @@ def test_the_same_seed_gives_the_same_run_and_the_real_path_is_close(command):
     assert real["loss"] == pytest.approx(first["loss"], abs=2e-3)
 
 
+def test_operands_rounded_for_fp8_units(command):
+    plain, rounded = command("--variants", "nvfp4-2d", f"nvfp4-2d{loss_gap.FP8}")
+    assert plain["loss"] != rounded["loss"]
+    assert abs(plain["loss"] - rounded["loss"]) < 0.05
+
+
 @pytest.mark.parametrize("path", ["fake", "real"])
 def test_hot_channels_and_a_late_finish(command, path):
     (record,) = command("--variants", f"chon-1d{loss_gap.FINISH}", "--path", path)

@@ -91,11 +91,8 @@ def test_total_norm_equals_numpy_for_mixed_dtypes():
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize(("accumulate", "manual"), [(1, False), (3, False), (1, True)])
 def test_norm_mode_scales_the_accumulated_gradient(tmp_path, accumulate, manual):
-    if manual and accumulate > 1:
-        pytest.skip("the Trainer does not accumulate in manual optimization")
     before, clip, after = Gradients(), AdaptiveGradientClipping(threshold=1e-2), Gradients()
     fit = trainer(tmp_path, callbacks=[before, clip, after], accumulate_grad_batches=accumulate)
     fit.fit(TinyModule(manual=manual), loader(6))

