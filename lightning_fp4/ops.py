@@ -69,7 +69,9 @@ def gemm_path(
 
 
 def _has_fp8(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def is_exact(units: Units, lhs: Quantizer | None, rhs: Quantizer | None) -> bool:

@@ -429,6 +429,7 @@ def test_autocast_is_where_the_model_computes(cls, monkeypatch):
     """Weights offloaded to the CPU compute on the GPU, and a CPU run on a machine with a GPU computes on the CPU."""
     fp4, model = cls(), Regressor()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     for device in map(torch.device, ("cuda", "cpu")):
         if cls is FP4Precision:
             fp4._convert(model, device)

@@ -125,3 +125,16 @@ def test_fp8_units_need_one_scale_per_tensor():
         matmul.units_of(Gemm(lhs=mxfp4, rhs=mxfp4, units="fp8"), torch.device("cpu"))
     with pytest.raises(ValueError, match="'auto', 'bf16' or 'fp8'"):
         Gemm(units="fp4")
+
+
+def test_closed_rules_take_fp8_units_where_there_are_some(monkeypatch):
+    closed, plain, cuda = Quantizer(scale_rule="closed"), Quantizer(), torch.device("cuda")
+    for capability, units in (((8, 0), "bf16"), ((8, 9), "fp8"), ((9, 0), "fp8")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert ops.gemm_path(cuda, closed, closed) == units
+        assert ops.gemm_path(cuda, closed, closed, "bf16") == ops.gemm_path(cuda, closed, plain) == "bf16"
+        if units == "fp8":
+            assert ops.gemm_path(cuda, plain, plain, "fp8") == "fp8"
+        else:
+            with pytest.raises(ValueError, match="no FP8 units"):
+                ops.gemm_path(cuda, closed, closed, "fp8")
