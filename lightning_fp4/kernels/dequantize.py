@@ -54,9 +54,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         if BY != "none":
             factor = tl.div_rn(amax, tl.zeros_like(amax) + MAX) * (1.0 / SHIFT)
             if BY == "tensor":
-                tl.store(factor_ptr + tl.arange(0, 1), factor, mask=pid == 0)
-            else:
-                tl.store(factor_ptr + offs_m, factor, mask=(offs_m < rows) & (pid_n == 0))
+                if pid == 0:
+                    tl.store(factor_ptr + tl.arange(0, 1), factor)
+            elif pid_n == 0:
+                tl.store(factor_ptr + offs_m, factor, mask=offs_m < rows)
 
 
 def _launch(quantized: FP4Tensor, out: Tensor, factor: Tensor | None, units: str, shift: float) -> None:

@@ -39,10 +39,11 @@ def store_factor(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write what multiplies a decoded operand to give the values; one program does it."""
     factor = tl.div_rn(amax, tl.zeros_like(amax) + ENCODED_MAX) * (1.0 / SHIFT)
-    if BY == "tensor":
-        tl.store(ptr + tl.arange(0, 1), factor, mask=is_first)
-    elif BY == "row":
-        tl.store(ptr + offs, factor, mask=mask & is_first)
+    if is_first:
+        if BY == "tensor":
+            tl.store(ptr + tl.arange(0, 1), factor)
+        elif BY == "row":
+            tl.store(ptr + offs, factor, mask=mask)
 
 
 @triton.jit
