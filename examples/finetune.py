@@ -173,6 +173,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="blocks of NVFP4 weights: 1x16 keeps close to trained weights (default), 16x16 is for pre-training",
     )
     add(
+        "--gradient-rounding",
+        default="nearest",
+        choices=["nearest", "stochastic"],
+        help="of FP4 gradients: nearest errs least in a short run (default), stochastic is for pre-training",
+    )
+    add(
         "--precision",
         choices=["32-true", "bf16-mixed", "bf16-true"],
         help="precision around the FP4 layers (default: bf16-mixed on a GPU, 32-true on a CPU)",
@@ -246,7 +252,9 @@ def make_plugin(args: argparse.Namespace) -> FP4Precision | None:
     """The one line that puts the linear layers into FP4."""
     if args.quant == "none":
         return None
-    recipe = {"name": args.quant}
+    recipe: dict[str, Any] = {"name": args.quant}
+    if args.quant != "high_precision":
+        recipe["stochastic_rounding"] = args.gradient_rounding == "stochastic"
     if args.quant not in WITHOUT_WEIGHT_BLOCKS:
         recipe["weight_2d"] = args.weight_blocks == "16x16"
     return FP4Precision(recipe, precision=args.precision, lora_adapters=args.lora_precision == "fp4")

@@ -19,6 +19,17 @@ from lightning_fp4.quantizer import Quantizer, Rounding
 from lightning_fp4.recipes.base import GemmUnits
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units
 
+_kernels_enabled = False
+
+
+def enable_kernels(enabled: bool = True) -> None:
+    """Let NVIDIA GPUs from Ampere on quantise with the Triton kernels; experimental, off by default, process-wide.
+
+    They match the reference bit for bit in Triton's interpreter, but not every one of their tests has passed on a GPU.
+    """
+    global _kernels_enabled
+    _kernels_enabled = enabled
+
 
 @functools.cache
 def _triton_kernels() -> Optional[ModuleType]:
@@ -33,8 +44,10 @@ def _triton_kernels() -> Optional[ModuleType]:
 
 
 def backend(device: torch.device) -> Literal["triton", "reference"]:
-    """Which implementation quantises on this device: Triton kernels on NVIDIA GPUs from Ampere on, if installed."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+    """Which implementation quantises on this device: the reference, or what :func:`enable_kernels` let in."""
+    if not _kernels_enabled or device.type != "cuda" or torch.version.hip is not None:
+        return "reference"
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return "reference"
     return "reference" if _triton_kernels() is None else "triton"
 
