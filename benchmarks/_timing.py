@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-
-RESULTS = Path(__file__).parent / "results"
+from _harness import RESULTS, describe_device, pick_device, versions
 
 
 def environment() -> dict[str, Any]:
     """Device and versions."""
-    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
-    try:
-        import triton
-
-        found["triton"] = triton.__version__
-    except ModuleNotFoundError:
-        found["triton"] = None
-    if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
+    device = pick_device()
+    found: dict[str, Any] = {**versions(), "device": describe_device(device)}
+    if device.type == "cuda":
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
         found["cuda"] = torch.version.cuda
-    else:
-        found["device"] = platform.processor() or platform.machine()
     return found
 
 
