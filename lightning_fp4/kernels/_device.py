@@ -5,12 +5,15 @@ Every line is one rounded float32 operation in the order of ``lightning_fp4.refe
 serves chips and Triton's interpreter, whose own cast is missing or wrong.
 """
 
+import struct
+
 import triton
 import triton.language as tl
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 ONE_SIXTH = tl.constexpr(1.0 / 6.0)
 SCALE_NAN = tl.constexpr(0x7F)
+PHILOX_ROUNDS = tl.constexpr(7)
 # Bit i is set where sign i of the random Hadamard transform is negative; tests compare it with the reference's list.
 NEGATIVE_SIGNS = tl.constexpr(0b10100010_01001101_11010111_11101000)
 
@@ -40,8 +43,10 @@ def encode_scale(amax, ENCODED_MAX: tl.constexpr):
 
 
 @triton.jit
-def e4m3_nearest(x):
+def e4m3_nearest(x, NATIVE_E4M3: tl.constexpr = False):
     """Round non-negative float32 to E4M3, ties to even, saturating at 448; NaN stays NaN."""
+    if NATIVE_E4M3:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     clamped = tl.where(x > 448.0, 448.0, x)
     bits = clamped.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
@@ -60,17 +65,17 @@ def e4m3_decode(byte):
 
 
 @triton.jit
-def e4m3_up(x):
+def e4m3_up(x, NATIVE_E4M3: tl.constexpr = False):
     """Round non-negative float32 to the next E4M3 value at or above it, saturating at 448; NaN stays NaN."""
-    nearest = e4m3_nearest(x)
+    nearest = e4m3_nearest(x, NATIVE_E4M3)
     too_small = e4m3_decode(nearest) < clamp_above(x, 448.0)
     return nearest + too_small.to(tl.int32)
 
 
 @triton.jit
-def closed_up(x):
+def closed_up(x, NATIVE_E4M3: tl.constexpr = False):
     """Round non-negative float32 to the next closed scale (see ``ScaleRule.CLOSED``), saturating at 64."""
-    byte = e4m3_up(x)
+    byte = e4m3_up(x, NATIVE_E4M3)
     third = byte & 7
     even = byte + (byte & 1)
     normal = tl.where(third >= 5, byte + 8 - third, even)
@@ -79,9 +84,9 @@ def closed_up(x):
 
 
 @triton.jit
-def closed_nearest(x):
+def closed_nearest(x, NATIVE_E4M3: tl.constexpr = False):
     """Round non-negative float32 to the nearest closed scale, ties up, saturating at 64."""
-    above = closed_up(x)
+    above = closed_up(x, NATIVE_E4M3)
     below = tl.where((above > 8) & ((above & 7) == 0), above - 4, tl.maximum(above - 2, 0))
     is_nearer = x - e4m3_decode(below) < e4m3_decode(above) - x
     return tl.where(is_nearer, below, above)
@@ -119,34 +124,46 @@ def scale_decode(byte, E8M0: tl.constexpr):
 
 
 @triton.jit
-def candidate_scale(amax, global_encode, previous, INDEX: tl.constexpr, RULE: tl.constexpr, E8M0: tl.constexpr):
+def candidate_scale(
+    amax, global_encode, previous, INDEX: tl.constexpr, RULE: tl.constexpr, E8M0: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr,
+):  # fmt: skip
     """The scale byte that ``RULE`` tries in place ``INDEX`` for blocks with maximum ``amax``."""
     if E8M0:
         byte = e8m0_up(tl.div_rn(amax, tl.zeros_like(amax) + 6.0))
     elif RULE == "unbiased":
-        byte = e4m3_up(amax * (global_encode * ONE_SIXTH))
+        byte = e4m3_up(amax * (global_encode * ONE_SIXTH), NATIVE_E4M3)
     elif RULE == "closed":
-        byte = closed_nearest(amax * (global_encode * ONE_SIXTH))
+        byte = closed_nearest(amax * (global_encode * ONE_SIXTH), NATIVE_E4M3)
     elif RULE == "closed_up":
-        byte = closed_up(amax * (global_encode * ONE_SIXTH))
+        byte = closed_up(amax * (global_encode * ONE_SIXTH), NATIVE_E4M3)
     elif RULE == "closed_best" and INDEX > 0:
         byte = closed_next(previous)
     elif RULE == "closed_best":
-        byte = closed_up(amax * (global_encode * ONE_SIXTH))
+        byte = closed_up(amax * (global_encode * ONE_SIXTH), NATIVE_E4M3)
     elif INDEX > 0:  # four over six: the second candidate maps the maximum to 4
-        byte = e4m3_nearest(amax * (global_encode * ONE_SIXTH) * 1.5)
+        byte = e4m3_nearest(amax * (global_encode * ONE_SIXTH) * 1.5, NATIVE_E4M3)
     else:  # rne, and the first candidate of four over six
-        byte = e4m3_nearest(amax * (global_encode * ONE_SIXTH))
+        byte = e4m3_nearest(amax * (global_encode * ONE_SIXTH), NATIVE_E4M3)
     return byte
 
 
 @triton.jit
-def block_encode(byte, global_encode, E8M0: tl.constexpr):
+def reciprocal(x, ASM: tl.constexpr):
+    """``1 / x``, rounded to nearest."""
+    if ASM:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.div_rn(tl.zeros_like(x) + 1.0, x)
+
+
+@triton.jit
+def block_encode(byte, global_encode, E8M0: tl.constexpr, ASM: tl.constexpr):
     """The float32 factor that maps a block to the E2M1 range."""
     decode = scale_decode(byte, E8M0)
     if not E8M0:
-        decode = decode * tl.div_rn(tl.zeros_like(global_encode) + 1.0, global_encode)
-    return clamp_above(tl.div_rn(tl.zeros_like(decode) + 1.0, decode), FLOAT32_MAX)
+        decode = decode * reciprocal(global_encode, ASM)
+    return clamp_above(reciprocal(decode, ASM), FLOAT32_MAX)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -154,47 +171,98 @@ def block_encode(byte, global_encode, E8M0: tl.constexpr):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _magnitude_and_octave(x):
-    """``min(|x|, 6)``, and the power of two below it, at least 1; half of that is E2M1's spacing there. Keeps NaN."""
-    magnitude = tl.minimum(tl.abs(x), 6.0, propagate_nan=tl.PropagateNan.ALL)
-    octave = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    return magnitude, octave.to(tl.float32, bitcast=True)
+def _clamp_assembly(limit: float) -> str:
+    """Sixteen values clamped to +-6 if their largest magnitude ``$16`` is not below the limit: hardly any are."""
+    values = range(16)
+    moves = "".join(f"mov.f32 v{i}, ${17 + i}; " for i in values)
+    clamps = "".join(f"min.NaN.f32 v{i}, v{i}, 0f40C00000; max.NaN.f32 v{i}, v{i}, 0fC0C00000; " for i in values)
+    results = "".join(f"mov.f32 ${i}, v{i}; " for i in values)
+    bits = struct.pack(">f", limit).hex().upper()
+    return (
+        f"{{ .reg .pred p; .reg .f32 v<16>; {moves}setp.lt.f32 p, $16, 0f{bits}; @p bra DONE; {clamps}DONE: {results}}}"
+    )
+
+
+# Nearest: up to 7 rounds to 6. Stochastic: 6 and less than one random bit of its spacing still rounds down to 6.
+_CLAMP_NEAREST = tl.constexpr(_clamp_assembly(7.0))
+_CLAMP_STOCHASTIC = tl.constexpr(_clamp_assembly(6.0078125))
+_CLAMP_CONSTRAINTS = tl.constexpr(",".join(["=f"] * 16 + ["f"] * 17))
+_SIXTEEN_FLOATS = tl.constexpr((tl.float32,) * 16)
+_RANDOM_BYTE = tl.constexpr(tuple(f"prmt.b32 $0, $1, 0x42800000, 0x76{i}4;" for i in range(4)))
 
 
 @triton.jit
-def _with_sign_of(magnitude, x):
+def saturate(values, largest, STOCHASTIC: tl.constexpr, ASM: tl.constexpr):
+    """Values of a group within what the rounding below takes: magnitudes that it brings to 6 at most. Keeps NaN."""
+    out = ()
+    if ASM:
+        for w in tl.static_range(len(values) // 16):
+            inputs = (largest,)
+            for i in tl.static_range(16):
+                inputs = inputs + (values[16 * w + i],)
+            out = out + tl.inline_asm_elementwise(
+                _CLAMP_STOCHASTIC if STOCHASTIC else _CLAMP_NEAREST, _CLAMP_CONSTRAINTS, inputs, _SIXTEEN_FLOATS,
+                is_pure=True, pack=1,
+            )  # fmt: skip
+    else:
+        for i in tl.static_range(len(values)):
+            below = tl.minimum(values[i], 6.0, propagate_nan=tl.PropagateNan.ALL)
+            out = out + (tl.maximum(below, -6.0, propagate_nan=tl.PropagateNan.ALL),)
+    return out
+
+
+@triton.jit
+def magnitude_times(x, factor, ASM: tl.constexpr):
+    """``|x| * factor`` in one instruction."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; abs.f32 t, $1; mul.rn.f32 $0, t, $2; }", "=f,f,f", [x, factor], tl.float32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        return tl.abs(x) * factor
+
+
+@triton.jit
+def with_sign_of(magnitude, x):
+    """``magnitude`` with the sign of ``x``."""
     bits = magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def e2m1_nearest(x):
-    """The nearest E2M1 value, ties to even, saturating at 6; NaN stays NaN."""
-    magnitude, octave = _magnitude_and_octave(x)
-    # Beside 2^22 octaves float32 has the spacing of E2M1 here: the sum rounds, the difference gives the result.
-    rounded = tl.fma(octave, -4194304.0, tl.fma(octave, 4194304.0, magnitude))
-    return _with_sign_of(rounded, x)
+    """The E2M1 value nearest to ``x``, ties to even, which has to be below 7; NaN stays NaN, zeros become +0.
+
+    Beside ``anchor * 2^22`` float32 has E2M1's spacing at ``x``: the sum rounds, the difference is exact. The anchor is
+    a little smaller than ``|x|``, so that the sum stays below the next power of two, and an even multiple of the
+    spacing where ``x`` is a tie.
+    """
+    anchor = tl.maximum(tl.abs(x) * 0.99999904632568359375, 1.5)  # 1 - 2^-20
+    return tl.fma(anchor, -4194304.0, tl.fma(anchor, 4194304.0, x))
 
 
 @triton.jit
-def e2m1_stochastic(x, random, ASM: tl.constexpr):
-    """One of the two neighbouring E2M1 values, up with probability ``floor(256 * distance) / 256``.
+def e2m1_stochastic(magnitude, word, BYTE: tl.constexpr, ASM: tl.constexpr):
+    """One of the two E2M1 values beside ``magnitude``, up with probability ``floor(256 * distance) / 256``.
 
-    ``random`` is a byte in bits 8 to 15 of an int32, the other bits zero.
+    The random bits are those of one of the four bytes of ``word``.
     """
-    magnitude, octave = _magnitude_and_octave(x)
+    # The power of two below it, at least 1; half of that is E2M1's spacing there.
+    octave = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000).to(tl.float32, bitcast=True)
     # The byte as a float32 without a conversion: in the mantissa of 64 it counts in 1/512, half of u = byte / 256.
-    half_u = (random | 0x42800000).to(tl.float32, bitcast=True) - 64.0
-    raised = tl.fma(half_u, octave, magnitude)  # spacing * RN(|x| / spacing + u); every product here is exact
+    if ASM:
+        random = tl.inline_asm_elementwise(_RANDOM_BYTE[BYTE], "=f,r", [word], tl.float32, is_pure=True, pack=1)
+    else:
+        random = ((((word >> (8 * BYTE)) & 0xFF) << 8) | 0x42800000).to(tl.float32, bitcast=True)
+    raised = tl.fma(random - 64.0, octave, magnitude)  # spacing * RN(|x| / spacing + u); every product here is exact
     if ASM:
         raised = tl.inline_asm_elementwise(
             "fma.rm.f32 $0, $1, 0f4A800000, $2;", "=f,f,f", [octave, raised], tl.float32, is_pure=True, pack=1
         )  # rounds down beside 2^22 octaves
-        rounded = tl.fma(octave, -4194304.0, raised)
+        return tl.fma(octave, -4194304.0, raised)
     else:
-        rounded = tl.floor(raised * tl.div_rn(tl.zeros_like(octave) + 2.0, octave)) * (octave * 0.5)
-    return _with_sign_of(rounded, x)
+        return tl.floor(raised * tl.div_rn(tl.zeros_like(octave) + 2.0, octave)) * (octave * 0.5)
 
 
 @triton.jit
@@ -355,16 +423,45 @@ def group_amax(values):
 
 
 @triton.jit
+def in_place_of(offs, values, ASM: tl.constexpr):
+    """``offs``, held by the threads that hold ``values``: what is computed from it needs no exchange between threads.
+
+    The compiler takes the layout from the operands, so it gets a zero that it believes to depend on ``values``.
+    """
+    if ASM:
+        zero = tl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,f", [values], tl.int32, is_pure=True, pack=1)
+        offs = offs + zero
+    return offs
+
+
+@triton.jit
+def _times(word, MULTIPLIER: tl.constexpr):
+    """High and low 32 bits of a product."""
+    product = word.to(tl.uint64) * MULTIPLIER
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
+
+
+@triton.jit
 def random_words(group, seed_ptr, stream):
-    """Four random 32-bit words for each int64 group index: Philox with the counters of ``reference.random_bytes``."""
+    """Four random 32-bit words for each int64 group index: the Philox 4x32-7 of ``reference.random_bytes``."""
     key = tl.load(seed_ptr)
     step = tl.load(seed_ptr + 1)
-    zero = group * 0
-    low = (group & 0xFFFFFFFF).to(tl.uint32)
-    high = (group >> 32).to(tl.uint32)
-    step_word = ((step & 0xFFFFFFFF) + zero).to(tl.uint32)
-    stream_word = (zero + stream).to(tl.uint32)
-    return tl.philox(key, low, high, step_word, stream_word)
+    k0 = (key & 0xFFFFFFFF).to(tl.uint32)
+    k1 = (key >> 32).to(tl.uint32)
+    c0 = (group & 0xFFFFFFFF).to(tl.uint32)
+    c1 = (group >> 32).to(tl.uint32)
+    c2 = (step & 0xFFFFFFFF).to(tl.uint32)
+    c3 = tl.cast(stream, tl.uint32)
+    for _ in tl.static_range(PHILOX_ROUNDS):
+        high_0, low_0 = _times(c0, 0xD2511F53)
+        high_1, low_1 = _times(c2, 0xCD9E8D57)
+        c0 = high_1 ^ c1 ^ k0
+        c1 = low_1
+        c2 = high_0 ^ c3 ^ k1
+        c3 = low_0
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    return c0, c1, c2, c3
 
 
 @triton.jit

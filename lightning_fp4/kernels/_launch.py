@@ -51,6 +51,12 @@ def grid_of(x: Tensor, block_m: int, block_n: int) -> tuple[tuple[int], int]:
     return (triton.cdiv(x.shape[0], block_m) * tiles_n,), tiles_n
 
 
+def is_wide(x: Tensor, block_m: int, block_n: int) -> bool:
+    """Whether offsets within a tile of ``x``, or of its row form or column form, may exceed 32 bits."""
+    steps = (block_m * x.stride(0) + block_n * x.stride(1), block_m * x.shape[1], block_n * x.shape[0])
+    return max(steps) >= 2**31
+
+
 def candidate_count(rule: ScaleRule) -> int:
     """How many scales ``rule`` tries for each block."""
     return {ScaleRule.FOUR_OVER_SIX: 2, ScaleRule.CLOSED_BEST: 3}.get(rule, 1)

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from lightning_fp4.formats import GlobalScale
 from lightning_fp4.kernels import _device
-from lightning_fp4.kernels._launch import check_input, grid_of
-from lightning_fp4.kernels._tiles import load_columns
+from lightning_fp4.kernels._launch import check_input, grid_of, is_wide
+from lightning_fp4.kernels._tiles import corner, load_columns
 
 
 @triton.jit
 def _amax_kernel(  # type: ignore[no-untyped-def]
     x_ptr, stride_m, stride_n, rows, columns, tiles_n, tensor_ptr, row_ptr, column_ptr,
     TENSOR: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, ROTATED: tl.constexpr, HADAMARD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile into the maxima, which are float32 bits in int32, zero at the start.
 
@@ -27,11 +27,20 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
     pid = tl.program_id(0).to(tl.int64)
     pid_m = pid // tiles_n
     pid_n = pid % tiles_n
-    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    index_type: tl.constexpr = tl.int64 if WIDE else tl.int32
+    start = x_ptr + corner(stride_m, stride_n, pid_m, pid_n, BLOCK_M, BLOCK_N)
+    rows = rows - pid_m * BLOCK_M
+    columns = columns - pid_n * BLOCK_N
+    row_ptr += pid_m * BLOCK_M
+    column_ptr += pid_n * BLOCK_N if COLUMN else 0
+    offs_n = tl.arange(0, BLOCK_N).to(index_type)
     if HADAMARD == 0:
-        offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (offs_m[:, None] < rows) & (offs_n[None, :] < columns)
-        x = tl.load(x_ptr + offs_m[:, None] * stride_m + offs_n[None, :] * stride_n, mask=mask, other=0.0)
+        offs_m = tl.arange(0, BLOCK_M).to(index_type)
+        place = start + (offs_m[:, None] * stride_m + offs_n[None, :] * stride_n)
+        if EVEN:
+            x = tl.load(place)
+        else:
+            x = tl.load(place, mask=(offs_m[:, None] < rows) & (offs_n[None, :] < columns), other=0.0)
         bits = _device.magnitude_bits(x.to(tl.float32))
         if TENSOR:
             tl.atomic_max(tensor_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
@@ -40,8 +49,8 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
         if COLUMN:
             tl.atomic_max(column_ptr + offs_n, tl.max(bits, axis=0), mask=offs_n < columns, sem="relaxed")
     else:
-        offs_g = pid_m * (BLOCK_M // HADAMARD) + tl.arange(0, BLOCK_M // HADAMARD)
-        values = load_columns(x_ptr, stride_m, stride_n, offs_g, offs_n, rows, columns, HADAMARD)
+        offs_g = tl.arange(0, BLOCK_M // HADAMARD).to(index_type)
+        values = load_columns(start, stride_m, stride_n, offs_g, offs_n, rows, columns, HADAMARD, EVEN)
         if TENSOR:
             plain = _device.magnitude_bits(_device.group_amax(values))
             tl.atomic_max(tensor_ptr, tl.max(tl.max(plain, axis=1), axis=0), sem="relaxed")
@@ -88,7 +97,8 @@ def amax(
             x, x.stride(0), x.stride(1), x.shape[0], x.shape[1], tiles_n,
             of_tensor.view(torch.int32), of_rows.view(torch.int32), of_columns.view(torch.int32),
             TENSOR=plain, ROW=rows == "row", COLUMN=columns == "row", ROTATED=columns == "tensor" and bool(rotate),
-            HADAMARD=rotate, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, enable_fp_fusion=False,
+            HADAMARD=rotate, EVEN=x.shape[0] % block_m == 0 and x.shape[1] % block_n == 0,
+            WIDE=is_wide(x, block_m, block_n), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     by_rows = {None: None, "tensor": of_tensor, "row": of_rows}[rows]
     by_columns = {None: None, "tensor": of_columns if hadamard else of_tensor, "row": of_columns}[columns]

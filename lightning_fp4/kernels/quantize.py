@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_fp4.formats import E8M0
 from lightning_fp4.kernels import _device
-from lightning_fp4.kernels._launch import candidate_count, check_input, grid_of, has_e4m3, is_interpreted
-from lightning_fp4.kernels._tiles import load_columns, load_rows, load_words, quantize_groups
+from lightning_fp4.kernels._launch import candidate_count, check_input, grid_of, has_e4m3, is_interpreted, is_wide
+from lightning_fp4.kernels._tiles import corner, load_columns, load_rows, load_words, quantize_groups
 from lightning_fp4.kernels.amax import amax
 from lightning_fp4.quantizer import Quantizer, Rounding
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units, operand_shift
@@ -57,52 +57,71 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     COLUMN_UNITS: tl.constexpr, COLUMN_BY: tl.constexpr, COLUMN_MAX: tl.constexpr, COLUMN_SHIFT: tl.constexpr,
     COLUMN_R: tl.constexpr, COLUMN_C: tl.constexpr, COLUMN_E8M0: tl.constexpr, COLUMN_RULE: tl.constexpr,
     COLUMN_STOCHASTIC: tl.constexpr, COLUMN_CANDIDATES: tl.constexpr,
-    HADAMARD: tl.constexpr, WORDS: tl.constexpr, NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HADAMARD: tl.constexpr, WORDS: tl.constexpr, NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``x`` ``[rows, columns]`` to the forms whose ``UNITS`` are not ``"none"``.
 
-    With ``WORDS`` the rows are contiguous and whole numbers of groups, and ``word_ptr`` is ``x_ptr`` to int64.
+    With ``WORDS`` the rows are contiguous and whole numbers of groups, and ``word_ptr`` is ``x_ptr`` to int64. With
+    ``WIDE`` offsets within a tile may exceed 32 bits.
     """
     pid = tl.program_id(0).to(tl.int64)
     pid_m = pid // tiles_n
     pid_n = pid % tiles_n
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    index_type: tl.constexpr = tl.int64 if WIDE else tl.int32
+    first_m = pid_m * BLOCK_M
+    first_n = pid_n * BLOCK_N
+    offs_m = tl.arange(0, BLOCK_M).to(index_type)
+    offs_n = tl.arange(0, BLOCK_N).to(index_type)
     if ROW_UNITS != "none":
-        offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        offs_g = pid_n * (BLOCK_N // ROW_C) + tl.arange(0, BLOCK_N // ROW_C)
+        first_g = pid_n * (BLOCK_N // ROW_C)
+        offs_g = tl.arange(0, BLOCK_N // ROW_C).to(index_type)
         block_count = (columns + ROW_C - 1) // ROW_C
         if WORDS:
-            stride = stride_m // (64 // dtype.primitive_bitwidth)
-            values = load_words(word_ptr, stride, offs_m, offs_g, rows, block_count, ROW_C, dtype)
+            PER_WORD: tl.constexpr = 64 // dtype.primitive_bitwidth
+            stride = stride_m // PER_WORD
+            start = word_ptr + corner(stride, 1, pid_m, pid_n, BLOCK_M, BLOCK_N // PER_WORD)
+            values = load_words(
+                start, stride, offs_m, offs_g, rows - first_m, block_count - first_g, ROW_C, dtype, EVEN
+            )
         else:
-            values = load_rows(x_ptr, stride_m, stride_n, offs_m, offs_g, rows, columns, ROW_C)
-        maximum = load_global(row_amax_ptr, offs_m, offs_m < rows, ROW_BY)
+            start = x_ptr + corner(stride_m, stride_n, pid_m, pid_n, BLOCK_M, BLOCK_N)
+            values = load_rows(
+                start, stride_m, stride_n, offs_m, offs_g, rows - first_m, columns - first_n, ROW_C, EVEN
+            )
+        maximum = load_global(row_amax_ptr, first_m + offs_m, first_m + offs_m < rows, ROW_BY)
         if ROW_UNITS != "packed" and ROW_BY != "none":
             is_first = (pid_n == 0) & ((pid_m == 0) | (ROW_BY == "row"))
-            store_factor(row_factor_ptr, maximum, offs_m, offs_m < rows, is_first, ROW_MAX, ROW_SHIFT, ROW_BY)
+            store_factor(
+                row_factor_ptr, maximum, first_m + offs_m, first_m + offs_m < rows, is_first, ROW_MAX, ROW_SHIFT, ROW_BY
+            )
         quantize_groups(
-            values, offs_m[:, None], offs_g[None, :], rows, block_count, maximum[:, None],
-            row_out_ptr, row_scale_ptr, seed_ptr, row_stream, ROW_MAX, ROW_UNITS, ROW_SHIFT, ROW_R, 0, ROW_E8M0,
-            ROW_RULE, ROW_STOCHASTIC, ROW_CANDIDATES, NATIVE_E4M3, ASM,
+            values, first_m, offs_m[None, :], first_g, offs_g[:, None], rows, block_count, maximum[None, :],
+            row_out_ptr, row_scale_ptr, seed_ptr, row_stream, ROW_MAX, ROW_UNITS, ROW_SHIFT, ROW_R, ROW_E8M0, ROW_RULE,
+            ROW_STOCHASTIC, ROW_CANDIDATES, NATIVE_E4M3, ASM, EVEN,
         )  # fmt: skip
     if COLUMN_UNITS != "none":
-        offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        offs_g = pid_m * (BLOCK_M // COLUMN_C) + tl.arange(0, BLOCK_M // COLUMN_C)
+        first_g = pid_m * (BLOCK_M // COLUMN_C)
+        offs_g = tl.arange(0, BLOCK_M // COLUMN_C).to(index_type)
         block_count = (rows + COLUMN_C - 1) // COLUMN_C
-        values = load_columns(x_ptr, stride_m, stride_n, offs_g, offs_n, rows, columns, COLUMN_C)
+        start = x_ptr + corner(stride_m, stride_n, pid_m, pid_n, BLOCK_M, BLOCK_N)
+        values = load_columns(
+            start, stride_m, stride_n, offs_g, offs_n, rows - first_m, columns - first_n, COLUMN_C, EVEN
+        )
         if HADAMARD > 0:
             values = _device.round_to(_device.rotate(values, HADAMARD), dtype, ASM)
-        maximum = load_global(column_amax_ptr, offs_n, offs_n < columns, COLUMN_BY)
+        maximum = load_global(column_amax_ptr, first_n + offs_n, first_n + offs_n < columns, COLUMN_BY)
         if COLUMN_UNITS != "packed" and COLUMN_BY != "none":
             is_first = (pid_m == 0) & ((pid_n == 0) | (COLUMN_BY == "row"))
             store_factor(
-                column_factor_ptr, maximum, offs_n, offs_n < columns, is_first, COLUMN_MAX, COLUMN_SHIFT, COLUMN_BY
-            )
+                column_factor_ptr, maximum, first_n + offs_n, first_n + offs_n < columns, is_first, COLUMN_MAX,
+                COLUMN_SHIFT, COLUMN_BY,
+            )  # fmt: skip
         quantize_groups(
-            values, offs_n[None, :], offs_g[:, None], columns, block_count, maximum[None, :],
+            values, first_n, offs_n[None, :], first_g, offs_g[:, None], columns, block_count, maximum[None, :],
             column_out_ptr, column_scale_ptr, seed_ptr, column_stream, COLUMN_MAX, COLUMN_UNITS, COLUMN_SHIFT, COLUMN_R,
-            1, COLUMN_E8M0, COLUMN_RULE, COLUMN_STOCHASTIC, COLUMN_CANDIDATES, NATIVE_E4M3, ASM,
+            COLUMN_E8M0, COLUMN_RULE, COLUMN_STOCHASTIC, COLUMN_CANDIDATES, NATIVE_E4M3, ASM, EVEN,
         )  # fmt: skip
 
 
@@ -245,6 +264,7 @@ def quantize_both(
             **by_rows.constants("ROW"), **by_columns.constants("COLUMN"),
             HADAMARD=hadamard if hadamard and columns else 0, WORDS=words,
             NATIVE_E4M3=has_e4m3(x), ASM=not is_interpreted(),
+            EVEN=x.shape[0] % block_m == 0 and x.shape[1] % block_n == 0, WIDE=is_wide(x, block_m, block_n),
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     else:

@@ -1,4 +1,6 @@
-"""Counter-based random bits: Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+"""Counter-based random bits: Philox 4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+
+Seven rounds are the fewest that pass BigCrush there (table 2), which rounding does not ask half of.
 
 The bits of a value depend on nothing but ``(key, step, stream, block index)``, so they can be drawn again anywhere, in
 any order, and never touch PyTorch's generators.
@@ -11,7 +13,7 @@ from torch import Tensor
 
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
-_ROUNDS = 10
+_ROUNDS = 7
 _MASK = 0xFFFFFFFF
 
 
@@ -22,7 +24,7 @@ def _multiply(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 
 
 def philox_4x32(counters: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Ten rounds of Philox.
+    """Seven rounds of Philox.
 
     Args:
         counters: four 32-bit words in int64 tensors that broadcast together.

@@ -45,7 +45,8 @@ def _e2m1_codes(x: Tensor, to_integer: Callable[[Tensor], Tensor]) -> Tensor:
     from_2, from_4 = magnitude.clone().ge_(2), magnitude.clone().ge_(4)  # 0. or 1.
     steps = to_integer(magnitude / ((1 + from_2) * (1 + from_4) * 0.5))
     codes = steps.add_(from_2, alpha=2).add_(from_4, alpha=2).nan_to_num_(nan=0.0).clamp_(max=7).to(torch.uint8)
-    return codes + SIGN_BIT * torch.signbit(x).to(torch.uint8)
+    is_negative = torch.signbit(x) & (x == x)  # the sign of NaN differs between devices
+    return codes + SIGN_BIT * is_negative.to(torch.uint8)
 
 
 def e2m1_decode(codes: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
-"""Philox 4x32-10 against the published vectors, and the bytes drawn from it."""
+"""Philox 4x32-7 against the published vectors, and the bytes drawn from it."""
 
 import pytest
 import torch
 
 from lightning_fp4.reference.philox import philox_4x32, random_bytes
 
-# Random123's kat_vectors, "philox4x32 10".
+# Random123's kat_vectors, "philox4x32 7".
 KNOWN = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
 ]
 
 
