@@ -1,14 +1,16 @@
 """A recipe's three GEMMs with values rounded to the FP4 grid but multiplied as BF16: fast under ``torch.compile``.
 
 It reads the same :class:`Recipe` as the package and rounds like its reference, with three differences, each far below
-the error of FP4 itself: decoded values are rounded to the compute dtype (BF16: 2^-9), the random bits come from
-``torch.rand``, and a compiler may reorder float32 operations (a tie may round the other way). ``tests/benchmarks``
-holds it to the package's own layers.
+the error of FP4 itself: decoded values are rounded to the compute dtype (BF16: 2^-9), the random bits come from a hash
+of each element's position and one ``torch.randint`` a tensor, and a compiler may reorder float32 operations (a tie may
+round the other way). ``tests/benchmarks`` holds it to the package's own layers, and what is compiled to what is not.
+
+Nothing here makes a quantiser or a recipe while it computes: torch 2.11 cannot trace that, leaves the graph, and then
+runs the whole backward pass uncompiled.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -53,20 +55,46 @@ def round_closed(x: Tensor, *, up: bool) -> Tensor:
     return torch.where(x < 2.0**-6, small, normal).clamp(max=64.0)
 
 
+def _scramble(bits: Tensor) -> Tensor:
+    """A bijection of int32 under which every input bit flips every output bit with probability near 1/2.
+
+    Source: ``lowbias32`` of C. Wellons' hash prospector, https://github.com/skeeto/hash-prospector.
+    """
+    bits = (bits ^ (bits >> 16 & 0xFFFF)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return bits ^ (bits >> 16 & 0xFFFF)
+
+
+def random_bytes(like: Tensor) -> Tensor:
+    """Integers from 0 to 255 as float32 in the shape of ``like``, anew at each call; follows ``torch.manual_seed``.
+
+    Ten rounds of Philox for each element, which is what ``torch.rand`` compiles to, cost more than all the rest of the
+    quantisation; this is a tenth of it.
+    """
+    seed = torch.randint(-(2**31), 2**31 - 1, (), dtype=torch.int32, device=like.device)
+    index = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)
+    return (_scramble(_scramble(index) ^ seed) & 0xFF).float()
+
+
 def round_e2m1(x: Tensor, *, stochastic: bool = False) -> Tensor:
     """Round float32 to E2M1 values, to nearest even or stochastically with eight random bits; saturates at 6."""
     magnitude = x.abs().clamp(max=E2M1.max)
     spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     steps = magnitude * torch.where(magnitude < 2, 2.0, torch.where(magnitude < 4, 1.0, 0.5))
     if stochastic:
-        steps = torch.floor(steps + torch.floor(torch.rand_like(steps) * 256) * (1 / 256))
+        steps = torch.floor(steps + random_bytes(steps) * (1 / 256))
     else:
         steps = torch.round(steps)
     return torch.copysign((steps * spacing).clamp(max=E2M1.max), x)
 
 
+def max_magnitude(x: Tensor) -> Tensor:
+    """Largest magnitude, float32 of no dimension."""
+    return x.abs().amax().float()
+
+
 def quantize_dequantize(
-    x: Tensor, quantizer: Quantizer, *, axis: int, amax: Tensor | None = None, fp8: bool = False
+    x: Tensor, quantizer: Quantizer, *, axis: int, amax: Tensor | None = None, fp8: bool = False, nearest: bool = False
 ) -> Tensor:
     """What a matrix becomes by quantising and decoding it.
 
@@ -76,6 +104,7 @@ def quantize_dequantize(
         axis: the contraction axis, along which the blocks lie.
         amax: largest magnitude to take for the global scale, of ``x`` if not given.
         fp8: round code value times block scale to E4M3, as FP8 units multiply it.
+        nearest: round to nearest even if the quantiser rounds stochastically.
 
     Returns:
         float32 ``[rows, columns]``.
@@ -89,12 +118,12 @@ def quantize_dequantize(
     if x.shape[0] % rows or x.shape[1] % columns:
         raise ValueError(f"The fake path needs multiples of {rows}x{columns}, got a matrix {tuple(x.shape)}.")
     values = x.float().reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
-    amax = x.abs().amax().float() if amax is None else amax
+    amax = max_magnitude(x) if amax is None else amax
     encoded_max = quantizer.scale_rule.scale_max * E2M1.max
     encode = (encoded_max / amax).clamp(max=_FLOAT32_MAX)
     encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)
     wanted = values.abs().amax(dim=(1, 3), keepdim=True) * (encode * (1.0 / E2M1.max))
-    stochastic = quantizer.rounding is Rounding.STOCHASTIC
+    stochastic = quantizer.rounding is Rounding.STOCHASTIC and not nearest
 
     def codes(scale: Tensor) -> Tensor:
         factor = (1.0 / (scale * (1.0 / encode))).clamp(max=_FLOAT32_MAX)
@@ -145,12 +174,8 @@ def center(x: Tensor, quantizer: Quantizer | None, *, axis: int) -> tuple[Tensor
     rest = (x.float() - mean).to(x.dtype)
     if quantizer.center.mean == "fp4":
         # One row: its blocks lie along the features whatever the axis of the rest.
-        mean = quantize_dequantize(mean, _nearest(quantizer), axis=1)
+        mean = quantize_dequantize(mean, quantizer, axis=1, nearest=True)
     return rest, mean
-
-
-def _nearest(quantizer: Quantizer) -> Quantizer:
-    return dataclasses.replace(quantizer, rounding=Rounding.NEAREST, center=None)
 
 
 def _operand(x: Tensor, quantizer: Quantizer | None, dtype: torch.dtype, gemm: Gemm, *, axis: int) -> Tensor:
@@ -175,16 +200,15 @@ def _patch(
     """``out`` plus the Hot-Channel Patch."""
     assert gemm.lhs is not None
     assert gemm.rhs is not None
-    sides = []
+    sides: list[tuple[Tensor, Tensor]] = []
     for matrix, quantized, quantizer in ((x, xq, gemm.lhs), (w, wq, gemm.rhs)):
-        value, decoded = matrix[:, channels].float(), quantized[:, channels]
+        value, decoded = matrix[:, channels].float(), quantized[:, channels].float()
         residual = value - decoded
-        if hot.mode == "high_precision":
-            sides.append((residual, decoded))
-            continue
-        amax = matrix.abs().amax().float()
-        parts = (quantize_dequantize(part, _nearest(quantizer), axis=1, amax=amax) for part in (residual, value))
-        sides.append(tuple(parts))
+        if hot.mode != "high_precision":
+            amax = max_magnitude(matrix)
+            residual = quantize_dequantize(residual, quantizer, axis=1, amax=amax, nearest=True)
+            decoded = quantize_dequantize(value, quantizer, axis=1, amax=amax, nearest=True)
+        sides.append((residual, decoded))
     (x_residual, x_value), (w_residual, w_value) = sides
     pairs = []
     if hot.operands in ("both", "activations"):
@@ -208,10 +232,9 @@ class _FakeLinear(torch.autograd.Function):
         ctx.recipe = recipe
         gemm = recipe.fprop or Gemm()
         rest, mean = center(x, gemm.lhs, axis=1)
-        fp8 = _fp8(gemm)
-        xq = rest if gemm.lhs is None else quantize_dequantize(rest, gemm.lhs, axis=1, fp8=fp8)
-        wq = weight if gemm.rhs is None else quantize_dequantize(weight, gemm.rhs, axis=1, fp8=fp8)
-        out = torch.mm(xq.to(x.dtype), wq.to(x.dtype).T)
+        xq = _operand(rest, gemm.lhs, x.dtype, gemm, axis=1)
+        wq = _operand(weight, gemm.rhs, x.dtype, gemm, axis=1)
+        out = torch.mm(xq, wq.T)
         if gemm.hot_channels is not None and channels is not None and channels.shape[0] > 0:
             out = _patch(out, rest, xq, weight, wq, gemm, gemm.hot_channels, channels)
         if mean is not None:
@@ -268,8 +291,8 @@ def channel_scores(x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
     assert gemm.rhs is not None
     assert gemm.hot_channels is not None
     rest, _ = center(x, gemm.lhs, axis=1)
-    error_x = (rest.float() - quantize_dequantize(rest, _nearest(gemm.lhs), axis=1)).abs().mean(0)
-    error_w = (weight.float() - quantize_dequantize(weight, _nearest(gemm.rhs), axis=1)).abs().mean(0)
+    error_x = (rest.float() - quantize_dequantize(rest, gemm.lhs, axis=1, nearest=True)).abs().mean(0)
+    error_w = (weight.float() - quantize_dequantize(weight, gemm.rhs, axis=1, nearest=True)).abs().mean(0)
     if gemm.hot_channels.score == "error":
         return error_x + error_w
     norm_x = rest.float().norm(dim=0) / rest.shape[0] ** 0.5

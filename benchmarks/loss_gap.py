@@ -107,13 +107,20 @@ def layer_choice(recipe: Recipe, layers: str) -> Recipe:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def rotary(x: Tensor) -> Tensor:
+def rotation_table(tokens: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary position embedding: float32 ``[tokens, width / 2]`` each.
+
+    Made once a step: inside the compiled blocks they would be computed anew for every head of every sequence.
+    """
+    frequency = 10000 ** (-torch.arange(width // 2, device=device) / (width // 2))
+    angle = torch.arange(tokens, device=device)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotary(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary position embedding of ``[batch, heads, tokens, width]``."""
-    half = x.shape[-1] // 2
-    frequency = 10000 ** (-torch.arange(half, device=x.device) / half)
-    angle = torch.arange(x.shape[-2], device=x.device)[:, None] * frequency
+    cos, sin = table
     first, second = x.float().chunk(2, dim=-1)
-    cos, sin = angle.cos(), angle.sin()
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
@@ -125,12 +132,12 @@ class Attention(nn.Module):
         self.heads = heads
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         """``[batch, tokens, width]`` to the same."""
         q, k, v = (
             p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out = F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+        out = F.scaled_dot_product_attention(rotary(q, table), rotary(k, table), v, is_causal=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -155,9 +162,9 @@ class Block(nn.Module):
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.attention, self.mlp = Attention(width, heads), MLP(width, 3 * width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         """``[batch, tokens, width]`` to the same."""
-        x = x + self.attention(self.norm_1(x))
+        x = x + self.attention(self.norm_1(x), table)
         return x + self.mlp(self.norm_2(x))
 
 
@@ -166,6 +173,7 @@ class ByteGPT(nn.Module):
 
     def __init__(self, blocks: int, width: int, heads: int) -> None:
         super().__init__()
+        self.head_width = width // heads
         self.embed = nn.Embedding(256, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.norm = nn.RMSNorm(width)
@@ -178,8 +186,9 @@ class ByteGPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy of predicting ``tokens[:, 1:]`` from ``tokens[:, :-1]``, int64 ``[batch, tokens]``."""
         x = self.embed(tokens[:, :-1])
+        table = rotation_table(x.shape[1], self.head_width, x.device)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, table)
         logits = self.lm_head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
