@@ -1,4 +1,4 @@
-"""The model that the benchmarks of training time share: a Llama-like decoder as people write it, and its LightningModule."""
+"""The model that the benchmarks of training time share: a Llama-like decoder, its LightningModule and its data."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -60,7 +61,7 @@ def medians_ms(calls: list[Callable[[], Any]], *, repeats: int = 20, warmup: int
 
 
 def quantiser_backend() -> str:
-    """Which implementation quantises on this device, ``"triton"`` or ``"reference"``; lets the kernels in if they wait."""
+    """What quantises on this device, ``"triton"`` or ``"reference"``; lets the kernels in where they are off by default."""
     if hasattr(ops, "enable_kernels"):
         ops.enable_kernels()
     return ops.backend(pick_device())
@@ -83,7 +84,7 @@ class Clock:
 
     def intervals_ms(self) -> list[float]:
         """Milliseconds from each mark to the next; waits for the last."""
-        pairs = list(zip(self._marks, self._marks[1:], strict=False))
+        pairs = list(itertools.pairwise(self._marks))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             return [first.elapsed_time(second) for first, second in pairs]

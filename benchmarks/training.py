@@ -1,4 +1,4 @@
-"""Is training in four bits faster than in BF16, end to end? Llama-like models in the Trainer with and without FP4Precision.
+"""Is training in four bits faster than in BF16? Llama-like models in the Trainer, with and without FP4Precision.
 
     PYTHONPATH=. python benchmarks/training.py                 # a GPU; appends row by row to results/training.json
     PYTHONPATH=. python benchmarks/training.py --tiny          # the same path at toy size, any machine
@@ -175,7 +175,7 @@ class KernelProfile(Callback):
 
 
 def convert_to_float8(model: nn.Module) -> float:
-    """Put the layers that ``nvfp4`` would convert into torchao's FP8 with a scale for each row; their share of FLOPs."""
+    """Put the layers that ``nvfp4`` would convert into torchao's row-wise FP8; returns their share of the FLOPs."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     plan = plan_conversion(model, "nvfp4")
