@@ -1,24 +1,34 @@
-"""What do the callbacks cost? Step time of a GPT of about 100M parameters with each of them, over that without any.
+"""What do the callbacks cost? Time that each adds to the steps of a small Llama in the Trainer, over that of a step.
 
-    python benchmarks/callbacks.py                 # a GPU, under four minutes; appends to results/callbacks.json
-    python benchmarks/callbacks.py --tiny          # the same path on a small model, any machine
+    PYTHONPATH=. python benchmarks/callbacks.py                 # a GPU, two minutes; appends to results/callbacks.json
+    PYTHONPATH=. python benchmarks/callbacks.py --tiny          # the same path at toy size, any machine
+    python benchmarks/callbacks.py --report --insert README.md  # the table from the results so far
 
-All variants run in one process, interleaved, and log to TensorBoard; the times include everything that happens between
-two batches, a snapshot of FP4HealthCheck every 100 steps and two logs of PrecisionMonitor every 100 steps included.
+Two measurements, since what happens at every step and what happens once in a while need different ones:
+
+* What a callback does at **every step**: within one fit, short segments with it alternate with segments without any. A
+  segment is timed as a whole, with one wait for the GPU at its ends, and compared with the mean of its two neighbours.
+* What it does **once in a while** (a log, a snapshot, a refresh, a switch): in a fit where that happens at every second
+  step, each such step is timed against the one after it, with waits at both ends. So copies that would overlap with the
+  next step count in full. The difference is divided by the default interval times the time of the ordinary step.
+
+The model is small and nothing is compiled, so the host's launches decide the time of a step and nothing that a callback
+does on the host hides behind the GPU: a larger model pays less. Medians, and intervals of 95 % confidence for them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
+import itertools
 import logging
-import platform
 import statistics
+import sys
 import tempfile
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,188 +36,429 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_fp4 import FP4Precision
-from lightning_fp4.callbacks import AdaptiveGradientClipping, FP4HealthCheck, PrecisionMonitor
+from lightning_fp4.callbacks import (
+    AdaptiveGradientClipping,
+    AverisToggle,
+    FP4HealthCheck,
+    HotChannelRefresh,
+    PrecisionMonitor,
+    RecipeSchedule,
+)
 
-RESULTS = Path(__file__).parent / "results" / "callbacks.json"
-WARMUP, STEPS = 10, 100
+sys.path.insert(0, str(Path(__file__).parent))
+import _harness as harness
+import _timing as timing
+from _models import Batches, LanguageModel, Llama, Size
 
-VARIANTS: dict[str, Callable[[], list[Callback]]] = {
-    "none": list,
-    "AdaptiveGradientClipping": lambda: [AdaptiveGradientClipping()],
-    "AdaptiveGradientClipping unitwise": lambda: [AdaptiveGradientClipping("unitwise")],
-    "FP4HealthCheck warn": lambda: [FP4HealthCheck("warn")],
-    "FP4HealthCheck rollback": lambda: [FP4HealthCheck("rollback")],
-    "PrecisionMonitor every 50": lambda: [PrecisionMonitor(every_n_steps=50)],
-    "all three": lambda: [AdaptiveGradientClipping(), FP4HealthCheck(), PrecisionMonitor(every_n_steps=50)],
+NEVER = 10**9
+CONTROL = "none (control)"
+WARMUP_PAIRS = 4
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is measured
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """What a callback does once in a while.
+
+    Args:
+        what: in a word.
+        make: the callback, doing it at every second step.
+        parity: whether at the even (0) or the odd (1) batches.
+        interval: steps between two of them by default, ``None`` for what happens once or twice in a run.
+    """
+
+    what: str
+    make: Callable[[], Callback]
+    parity: int
+    interval: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Callbacks to measure.
+
+    Args:
+        steady: the callbacks with nothing happening but at every step, ``None`` not to measure that.
+        event: what happens once in a while, if anything does.
+        recipe: of ``FP4Precision``.
+    """
+
+    steady: Callable[[], list[Callback]] | None = None
+    event: Event | None = None
+    recipe: str = "nvfp4"
+
+
+def _schedule(first: Any, second: Any) -> dict[int, Any]:
+    """Two recipes that take turns, two steps each."""
+    return {step: (first, second)[step // 2 % 2] for step in range(0, 1000, 2)}
+
+
+VARIANTS: dict[str, Variant] = {
+    CONTROL: Variant(steady=list),
+    "AdaptiveGradientClipping": Variant(steady=lambda: [AdaptiveGradientClipping()]),
+    "AdaptiveGradientClipping unitwise": Variant(steady=lambda: [AdaptiveGradientClipping("unitwise")]),
+    "FP4HealthCheck": Variant(
+        steady=lambda: [FP4HealthCheck(snapshot_every_n_steps=NEVER)],
+        event=Event(
+            what="snapshot in memory",
+            make=lambda: FP4HealthCheck(snapshot_every_n_steps=2, healthy_after_n_steps=1),
+            parity=1,
+            interval=100,
+        ),
+    ),
+    "FP4HealthCheck max_saturation": Variant(
+        event=Event(
+            what="look at the layers",
+            make=lambda: FP4HealthCheck("warn", max_saturation=1.0, check_layers_every_n_steps=2),
+            parity=1,
+            interval=50,
+        ),
+    ),
+    "PrecisionMonitor": Variant(
+        steady=lambda: [PrecisionMonitor(every_n_steps=NEVER)],
+        event=Event(what="log", make=lambda: PrecisionMonitor(every_n_steps=2), parity=1, interval=50),
+    ),
+    "HotChannelRefresh": Variant(
+        steady=lambda: [HotChannelRefresh(every_n_steps=NEVER)],
+        event=Event(what="refresh", make=lambda: HotChannelRefresh(every_n_steps=2), parity=0, interval=1000),
+        recipe="chon",
+    ),
+    "RecipeSchedule": Variant(
+        steady=lambda: [RecipeSchedule({NEVER: "high_precision"})],
+        event=Event(
+            what="switch",
+            make=lambda: RecipeSchedule(_schedule({"high_precision": ["fprop"]}, "initial")),
+            parity=0,
+            interval=None,
+        ),
+    ),
+    "AverisToggle": Variant(
+        event=Event(what="switch", make=lambda: AverisToggle(_schedule(True, False)), parity=0, interval=None),
+    ),
+    "clipping, health check, monitor": Variant(
+        steady=lambda: [
+            AdaptiveGradientClipping(),
+            FP4HealthCheck(snapshot_every_n_steps=NEVER),
+            PrecisionMonitor(every_n_steps=NEVER),
+        ],
+    ),
 }
 
 
-class Block(nn.Module):
-    """A pre-norm block with causal attention and SwiGLU."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The model and its data.
 
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        hidden = width * 8 // 3 // 64 * 64
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.self_attn = nn.ModuleDict(
-            {name: nn.Linear(width, width, bias=False) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
-        )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(width, hidden, bias=False),
-                "up_proj": nn.Linear(width, hidden, bias=False),
-                "down_proj": nn.Linear(hidden, width, bias=False),
-            }
-        )
+    Args:
+        size: of the model.
+        batch: sequences in a step.
+        length: tokens in a sequence.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` is ``[batch, tokens, width]``."""
-        normed = self.norm1(x)
-        q, k, v = (
-            self.self_attn[name](normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for name in ("q_proj", "k_proj", "v_proj")
-        )
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.self_attn["o_proj"](out.transpose(1, 2).flatten(-2))
-        normed = self.norm2(x)
-        return x + self.mlp["down_proj"](
-            nn.functional.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed)
-        )
+    size: Size
+    batch: int
+    length: int
 
-
-class GPT(pl.LightningModule):
-    """Embedding, blocks, head."""
-
-    def __init__(self, vocabulary: int, width: int, depth: int, heads: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.norm = nn.RMSNorm(width)
-        self.lm_head = nn.Linear(width, vocabulary, bias=False)
-
-    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        """``tokens`` is ``[batch, length]``."""
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.lm_head(self.norm(x))
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, fused on a GPU."""
-        return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=self.device.type == "cuda")
+    def fit(self, recipe: str, callbacks: Sequence[Callback], steps: int) -> None:
+        """Train for ``steps``, or until a callback stops it, logging to TensorBoard."""
+        torch.manual_seed(0)
+        with harness.pick_device():
+            model = Llama(self.size)
+        # `chon` would keep the last four blocks, here all, in high precision.
+        plugin = FP4Precision(recipe, last_blocks=1)
+        data = Batches(vocabulary=self.size.vocabulary, batch=self.batch, length=self.length, steps=steps)
+        with tempfile.TemporaryDirectory() as directory:
+            trainer = pl.Trainer(
+                max_epochs=1,
+                accelerator="auto",
+                devices=1,
+                plugins=[plugin],
+                callbacks=list(callbacks),
+                logger=TensorBoardLogger(directory),
+                default_root_dir=directory,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            trainer.fit(LanguageModel(model), DataLoader(data, batch_size=None, pin_memory=torch.cuda.is_available()))
 
 
-class Tokens(Dataset):
-    """Random tokens."""
-
-    def __init__(self, vocabulary: int, length: int, size: int) -> None:
-        self.tokens = torch.randint(vocabulary, (size, length), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.tokens[index]
+# ----------------------------------------------------------------------------------------------------------------------
+# Once in a while
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-class StepTime(Callback):
-    """Mean seconds of the batches ``WARMUP`` to ``WARMUP + steps``; put it first."""
+class StepSeconds(Callback):
+    """The moments when batches begin, the GPU having done all before; put it first."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    def __init__(self) -> None:
         self.marks: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Note the time once everything before has finished."""
-        if batch_idx in (WARMUP, WARMUP + self.steps):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.marks.append(time.perf_counter())
+        """Wait and mark."""
+        self.marks.append(timing.synchronized_seconds())
+
+
+def event_steps(marks: Sequence[float], parity: int) -> list[tuple[float, float]]:
+    """Milliseconds of each special step and of the one after it, without the warm-up."""
+    ms = [(after - before) * 1e3 for before, after in itertools.pairwise(marks)]
+    return [(ms[i], ms[i + 1]) for i in range(2 * WARMUP_PAIRS + parity, len(ms) - 1, 2)]
+
+
+def measure_event(setting: Setting, variant: Variant, pairs: int) -> dict[str, Any]:
+    """What a special step takes beyond an ordinary one."""
+    assert variant.event is not None
+    clock = StepSeconds()
+    steps = 2 * (WARMUP_PAIRS + pairs) + 2  # the last pair of an odd parity ends, and is marked, two steps later
+    setting.fit(variant.recipe, [clock, variant.event.make()], steps)
+    measured = event_steps(clock.marks, variant.event.parity)[:pairs]
+    extra, low, high = timing.median_interval([special - ordinary for special, ordinary in measured])
+    return {
+        "kind": "event",
+        "what": variant.event.what,
+        "interval": variant.event.interval,
+        "extra_ms": [round(extra, 3), round(low, 3), round(high, 3)],
+        "ordinary_ms": round(statistics.median(ordinary for _, ordinary in measured), 3),
+        "pairs_ms": [[round(special, 3), round(ordinary, 3)] for special, ordinary in measured],
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# At every step
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Gate(Callback):
+    """Callbacks that act while the gate is open; they are set up and torn down in any case."""
+
+    def __init__(self, name: str, callbacks: Sequence[Callback]) -> None:
+        self.name, self.callbacks = name, callbacks
+        self.open = False
 
     @property
-    def seconds(self) -> float:
-        """Of one step."""
-        first, last = self.marks
-        return (last - first) / self.steps
+    def state_key(self) -> str:
+        """Distinct for every gate."""
+        return f"Gate({self.name})"
 
 
-def measure(
-    callbacks: list[Callback], size: dict[str, int], batch: int, length: int, recipe: str, steps: int = STEPS
-) -> float:
-    """Seconds a step with ``callbacks``."""
-    torch.manual_seed(0)
-    model = GPT(**size)
-    data = DataLoader(Tokens(size["vocabulary"], length, batch * (WARMUP + steps + 1)), batch_size=batch)
-    timer = StepTime(steps)
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = pl.Trainer(
-            max_epochs=1,
-            accelerator="auto",
-            devices=1,
-            plugins=[FP4Precision(recipe)],
-            callbacks=[timer, *callbacks],
-            logger=TensorBoardLogger(directory),
-            default_root_dir=directory,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(model, data)
-    return timer.seconds
+def _forward(hook: str, always: bool) -> Callable[..., None]:
+    def call(self: Gate, *args: Any, **kwargs: Any) -> None:
+        if always or self.open:
+            for callback in self.callbacks:
+                getattr(callback, hook)(*args, **kwargs)
+
+    return call
 
 
-def main() -> None:
-    """Run the variants in turn for as long as there is time, and write the ratios."""
+for _hook in ("setup", "teardown", "on_train_start", "on_train_end", "on_exception"):
+    setattr(Gate, _hook, _forward(_hook, always=True))
+for _hook in (
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_batch_end"),
+):
+    setattr(Gate, _hook, _forward(_hook, always=False))
+
+
+class Segments(Callback):
+    """Opens one gate at a time, for a segment each, with a segment without any before and after; put it first.
+
+    Args:
+        gates: what to measure.
+        steps: in a segment.
+        seconds: to go on for, whole rounds over all gates and three at least, of which the first is not counted.
+    """
+
+    def __init__(self, gates: Sequence[Gate], *, steps: int, seconds: float) -> None:
+        self.gates, self.steps, self.seconds = gates, steps, seconds
+        self.marks: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """At the end of a segment, time it, close its gate and open the next one."""
+        if batch_idx % self.steps:
+            return
+        self.marks.append(timing.synchronized_seconds())
+        segment = len(self.marks) - 1
+        per_round = 2 * len(self.gates)
+        for index, gate in enumerate(self.gates):
+            gate.open = segment % per_round == 2 * index + 1
+        rounds, rest = divmod(segment, per_round)
+        used = self.marks[-1] - self.marks[0]
+        # One segment into the next round: the last gate has a neighbour on either side.
+        if rest == 1 and rounds >= 3 and used * (rounds + 1) / rounds > self.seconds:
+            trainer.should_stop = True
+
+    def overheads(self) -> dict[str, dict[str, Any]]:
+        """For each gate, what its segments took over the mean of their neighbours; and those in milliseconds a step."""
+        per_round = 2 * len(self.gates)
+        ms = [(b - a) * 1e3 / self.steps for a, b in itertools.pairwise(self.marks)]
+        found = {}
+        for index, gate in enumerate(self.gates):
+            chosen = range(per_round + 2 * index + 1, len(ms) - 1, per_round)
+            base = [(ms[i - 1] + ms[i + 1]) / 2 for i in chosen]
+            overhead, low, high = timing.median_interval([ms[i] / b - 1 for i, b in zip(chosen, base, strict=True)])
+            found[gate.name] = {
+                "kind": "every step",
+                "overhead": [round(overhead, 5), round(low, 5), round(high, 5)],
+                "base_ms": round(statistics.median(base), 3),
+                "segments_ms": [round(ms[i], 3) for i in chosen],
+                "neighbours_ms": [round(b, 3) for b in base],
+            }
+        return found
+
+
+def measure_steady(
+    setting: Setting, variants: dict[str, Variant], *, segment: int, seconds: float
+) -> dict[str, dict[str, Any]]:
+    """What each of the variants, of one recipe, takes at every step."""
+    gates = [Gate(name, variant.steady()) for name, variant in variants.items() if variant.steady is not None]
+    (recipe,) = {variant.recipe for variant in variants.values()}
+    segments = Segments(gates, steps=segment, seconds=seconds)
+    setting.fit(recipe, [segments, *gates], steps=NEVER)
+    troubled = [c for gate in gates for c in gate.callbacks if isinstance(c, FP4HealthCheck) and c.events]
+    if troubled:
+        raise RuntimeError("FP4HealthCheck found trouble while it was timed, so the times include going back.")
+    return segments.overheads()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The command
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    """Every variant, each written as soon as it is known."""
+    began = time.perf_counter()
+    width, depth, vocabulary = (64, 2, 256) if options.tiny else (options.width, options.depth, 8192)
+    size = Size(width=width, depth=depth, heads=width // 64 or 1, hidden=width * 3, vocabulary=vocabulary)
+    batch, length = (2, 32) if options.tiny else (options.batch, options.length)
+    setting = Setting(size=size, batch=batch, length=length)
+    common = {
+        "run": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "setting": f"{depth} blocks, width {width}, batches of {batch} x {length} tokens",
+        "quantiser": timing.quantiser_backend(),
+        "environment": timing.environment(),
+    }
+    chosen = {name: variant for name, variant in VARIANTS.items() if not options.variants or name in options.variants}
+    for recipe in dict.fromkeys(variant.recipe for variant in chosen.values()):
+        setting.fit(recipe, [], steps=4)  # compile kernels, fill caches
+    print(f"{common['setting']}, {common['quantiser']} quantiser, {common['environment']}", flush=True)
+
+    def keep(name: str, result: dict[str, Any]) -> None:
+        harness.append_result(options.results, {"variant": name, "recipe": chosen[name].recipe, **common, **result})
+
+    for name, variant in chosen.items():
+        if variant.event is not None:
+            result = measure_event(setting, variant, options.pairs)
+            keep(name, result)
+            print(
+                f"{name}, {result['what']}: {result['extra_ms']} ms, step {result['ordinary_ms']} ms "
+                f"({time.perf_counter() - began:.0f} s)",
+                flush=True,
+            )
+    groups: dict[str, dict[str, Variant]] = {}
+    for name, variant in chosen.items():
+        if variant.steady is not None:
+            groups.setdefault(variant.recipe, {})[name] = variant
+    left = options.seconds - (time.perf_counter() - began)
+    for group in groups.values():
+        seconds = left * len(group) / sum(map(len, groups.values()))
+        for name, result in measure_steady(setting, group, segment=options.segment, seconds=seconds).items():
+            keep(name, result)
+            print(f"{name}: {result['overhead']} of {result['base_ms']} ms", flush=True)
+    print(f"{time.perf_counter() - began:.0f} s in all")
+
+
+_COLUMNS = ("callback", "at every step", "once in a while", "extra ms", "every ... steps", "that is", "in all")
+
+
+def _percent(values: Sequence[float]) -> str:
+    middle, low, high = (f"{100 * value:+.2f}" for value in values)
+    return f"{middle} % ({low} to {high})"
+
+
+def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row of the table for each variant, from its newest records."""
+    newest: dict[str, dict[str, dict[str, Any]]] = {}
+    for record in records:
+        newest.setdefault(record["variant"], {})[record["kind"]] = record
+    rows = []
+    for name in (*VARIANTS, *(name for name in newest if name not in VARIANTS)):
+        if name not in newest:
+            continue
+        steady, event = newest[name].get("every step"), newest[name].get("event")
+        row: dict[str, Any] = {"callback": name}
+        shares: list[float] = []
+        if steady is not None:
+            row["at every step"] = _percent(steady["overhead"])
+            shares.append(steady["overhead"][0])
+        if event is not None:
+            extra, low, high = event["extra_ms"]
+            row |= {"once in a while": event["what"], "extra ms": f"{extra:.2f} ({low:.2f} to {high:.2f})"}
+            if event["interval"] is not None:
+                spread = [value / (event["interval"] * event["ordinary_ms"]) for value in event["extra_ms"]]
+                row |= {"every ... steps": event["interval"], "that is": _percent(spread)}
+                shares.append(spread[0])
+        row["in all"] = f"{100 * sum(shares):+.2f} %" if shares else None
+        rows.append(row)
+    return rows
+
+
+def write_report(results: Path) -> str:
+    """The Markdown table of the newest results, with what was measured above it."""
+    records = harness.load_results(results)
+    if not records:
+        return "Not measured yet.\n"
+    last = records[-1]
+    where = last["environment"]
+    steps = [record["base_ms"] for record in records if record["run"] == last["run"] and "base_ms" in record]
+    base = f", {min(steps):.1f} ms a step without callbacks" if steps else ""
+    head = (
+        f"{where['device']}, torch {where['torch']}, lightning {where.get('lightning')}; {last['setting']}, nothing "
+        f"compiled, {last['quantiser']} quantiser{base}\n\n"
+    )
+    return head + harness.markdown_table(summarize(records), _COLUMNS)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="nvfp4")
-    parser.add_argument("--seconds", type=float, default=200, help="begin no round that would end later")
-    parser.add_argument("--tiny", action="store_true", help="a small model, to try the path")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    add = parser.add_argument
+    add("--variants", nargs="+", choices=list(VARIANTS), help="all if not given")
+    add("--width", type=int, default=512)
+    add("--depth", type=int, default=4, help="blocks, the last of which stays in high precision")
+    add("--batch", type=int, default=8, help="sequences a step")
+    add("--length", type=int, default=512, help="tokens a sequence")
+    add("--pairs", type=int, default=15, help="special steps to time")
+    add("--segment", type=int, default=8, help="steps of a segment")
+    add("--seconds", type=float, default=120, help="of the whole command, about")
+    add("--tiny", action="store_true", help="toy size, to try the path; the results go to the temporary directory")
+    add("--results", type=Path, default=None, help="results/callbacks.json if not given")
+    add("--report", action="store_true", help="only print the table of the results")
+    add("--insert", type=Path, default=None, help="with --report: put the table between this file's callbacks marks")
+    options = parser.parse_args(arguments)
+    if options.results is None:
+        name = "lightning_fp4_tiny_callbacks.json" if options.tiny else "callbacks.json"
+        options.results = (Path(tempfile.gettempdir()) if options.tiny else harness.RESULTS) / name
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, then report."""
+    options = parse(arguments)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    size = {"vocabulary": 16384, "width": 768, "depth": 12, "heads": 12}
-    batch, length = 16, 1024
-    if arguments.tiny:
-        size, batch, length = {"vocabulary": 256, "width": 64, "depth": 2, "heads": 2}, 2, 32
-    # Compile, fill caches, and let the allocator have page-locked memory for three snapshots.
-    warm_up: list[Callback] = [FP4HealthCheck(snapshot_every_n_steps=2, healthy_after_n_steps=1)]
-    measure(warm_up, size, batch, length, arguments.recipe, steps=1)
-    begin = time.perf_counter()
-    seconds: dict[str, list[float]] = defaultdict(list)
-    rounds = 0
-    while rounds == 0 or (time.perf_counter() - begin) * (rounds + 1) / rounds < arguments.seconds:
-        for variant in (*VARIANTS, "none"):
-            seconds[variant].append(measure(VARIANTS[variant](), size, batch, length, arguments.recipe))
-            print(f"{variant}: {seconds[variant][-1] * 1e3:.2f} ms a step", flush=True)
-        rounds += 1
-    base = statistics.median(seconds["none"])
-    record = {
-        "question": "step time with each callback over that without",
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
-        "versions": {"torch": torch.__version__, "lightning": pl.__version__},
-        "model": {**size, "parameters": sum(p.numel() for p in GPT(**size).parameters())},
-        "batch": batch,
-        "length": length,
-        "recipe": arguments.recipe,
-        "steps": STEPS,
-        "rounds": rounds,
-        "milliseconds": {name: [round(s * 1e3, 3) for s in values] for name, values in seconds.items()},
-        "overhead": {name: round(statistics.median(values) / base - 1, 5) for name, values in seconds.items()},
-        "spread_of_none": round(max(seconds["none"]) / min(seconds["none"]) - 1, 5),
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    earlier = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-    arguments.out.write_text(json.dumps([*earlier, record], indent=1) + "\n")
-    print(f"| callbacks | ms a step | overhead |\n|---|---|---|\n| none | {base * 1e3:.2f} | |")
-    for name in list(VARIANTS)[1:]:
-        print(f"| {name} | {statistics.median(seconds[name]) * 1e3:.2f} | {record['overhead'][name]:+.2%} |")
+    if not options.report:
+        measure_all(options)
+    table = write_report(options.results)
+    if options.report and options.insert is not None:
+        harness.insert_between_marks(options.insert, "callbacks", table)
+    print(table)
 
 
 if __name__ == "__main__":
