@@ -81,10 +81,7 @@ def round_e2m1(x: Tensor, *, stochastic: bool = False) -> Tensor:
     magnitude = x.abs().clamp(max=E2M1.max)
     spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     steps = magnitude * torch.where(magnitude < 2, 2.0, torch.where(magnitude < 4, 1.0, 0.5))
-    if stochastic:
-        steps = torch.floor(steps + random_bytes(steps) * (1 / 256))
-    else:
-        steps = torch.round(steps)
+    steps = torch.floor(steps + random_bytes(steps) * (1 / 256)) if stochastic else torch.round(steps)
     return torch.copysign((steps * spacing).clamp(max=E2M1.max), x)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from lightning_fp4 import matmul, ops
 from lightning_fp4.matmul import Operand, Side
 from lightning_fp4.recipes.base import Gemm, HotChannels, Recipe
-from lightning_fp4.tensor import FP4Operand, FP4Tensor
+from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_PLANS = 1024  # remembered at once; a run needs a handful
 
 # The random streams of a layer, one for each operand of each GEMM.
 _FPROP_INPUT, _FPROP_WEIGHT, _DGRAD_OUTPUT, _DGRAD_WEIGHT, _WGRAD_OUTPUT, _WGRAD_INPUT = range(6)
@@ -95,6 +98,69 @@ def _rows_of(input: Tensor, weight: Tensor) -> Tensor:
     return input.reshape(math.prod(input.shape[:-1]), input.shape[-1]).to(dtype)
 
 
+Plan = TypeVar("Plan")
+
+
+def _for_each_recipe(make: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Remember what ``make`` returns for a recipe and a few more arguments.
+
+    The recipe is told by identity: hashing all of its fields takes longer than launching a kernel.
+    """
+    known: dict[tuple, tuple[Recipe, Plan]] = {}
+
+    @functools.wraps(make)
+    def remembered(recipe: Recipe, *rest: Any) -> Plan:
+        if torch.compiler.is_compiling():
+            return make(recipe, *rest)
+        key = (id(recipe), *rest)
+        found = known.get(key)
+        if found is None:
+            if len(known) >= _MOST_PLANS:
+                known.clear()
+            found = known[key] = (recipe, make(recipe, *rest))  # which holds the recipe, so no other gets its id
+        return found[1]
+
+    return remembered
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ForwardPlan:
+    """What a recipe makes of the forward pass on a device."""
+
+    units: Units | None
+    input: Operand
+    weight: Operand
+    wgrad_input: Operand
+    dgrad_weight: Operand
+
+
+@_for_each_recipe
+def _plan_forward(recipe: Recipe, device: torch.device, packed: bool) -> _ForwardPlan:
+    units = matmul.units_of(recipe.fprop, device)
+    at_once = None if packed else units
+    return _ForwardPlan(
+        units=units,
+        input=Operand.lhs(recipe.fprop, _FPROP_INPUT, at_once),
+        weight=Operand.rhs(recipe.fprop, _FPROP_WEIGHT, at_once),
+        wgrad_input=Operand.rhs(recipe.wgrad, _WGRAD_INPUT),
+        dgrad_weight=Operand.rhs(recipe.dgrad, _DGRAD_WEIGHT),
+    )
+
+
+@_for_each_recipe
+def _plan_backward(recipe: Recipe, device: torch.device) -> tuple[Operand, Operand]:
+    """What becomes of the output gradient, for dgrad and for wgrad."""
+    return (
+        Operand.lhs(recipe.dgrad, _DGRAD_OUTPUT, matmul.units_of(recipe.dgrad, device)),
+        Operand.lhs(recipe.wgrad, _WGRAD_OUTPUT, matmul.units_of(recipe.wgrad, device)),
+    )
+
+
+@_for_each_recipe
+def _path(recipe: Recipe, gemm: str, device: torch.device) -> str:
+    return matmul.describe(getattr(recipe, gemm), device)
+
+
 def _forward(
     input: Tensor,
     weight: Tensor,
@@ -107,26 +173,21 @@ def _forward(
     grad_weight: bool,
 ) -> tuple[Tensor, tuple[Side | None, Side | None]]:
     """The output, and what backward needs: the column forms of input and weight."""
-    units = matmul.units_of(recipe.fprop, input.device)
-    at_once = None if matmul.needs_packed(recipe.fprop, hot_channels) else units
-    fprop_input = Operand.lhs(recipe.fprop, _FPROP_INPUT, at_once)
-    fprop_weight = Operand.rhs(recipe.fprop, _FPROP_WEIGHT, at_once)
+    plan = _plan_forward(recipe, input.device, matmul.needs_packed(recipe.fprop, hot_channels))
     input_columns: Side | None = None
     weight_columns: Side | None = None
     if grad_weight:
-        wgrad_input = Operand.rhs(recipe.wgrad, _WGRAD_INPUT)
-        input_rows, input_columns = matmul.quantize_both(input, fprop_input, wgrad_input, rng_state)
+        input_rows, input_columns = matmul.quantize_both(input, plan.input, plan.wgrad_input, rng_state)
     else:
-        input_rows = matmul.quantize_rows(input, fprop_input, rng_state)
+        input_rows = matmul.quantize_rows(input, plan.input, rng_state)
     if grad_input:
-        dgrad_weight = Operand.rhs(recipe.dgrad, _DGRAD_WEIGHT)
-        weight_rows, weight_columns = matmul.quantize_both(weight, fprop_weight, dgrad_weight, rng_state)
+        weight_rows, weight_columns = matmul.quantize_both(weight, plan.weight, plan.dgrad_weight, rng_state)
     else:
-        weight_rows = matmul.quantize_rows(weight, fprop_weight, rng_state)
-    mean = matmul.mean_product(input_rows, weight_rows, weight, fprop_input.quantizer)
+        weight_rows = matmul.quantize_rows(weight, plan.weight, rng_state)
+    mean = matmul.mean_product(input_rows, weight_rows, weight, plan.input.quantizer)
     if mean is not None:
         bias = mean if bias is None else mean + bias
-    out = matmul.patched_multiply(input_rows, weight_rows, recipe.fprop, hot_channels, bias, input.dtype, units)
+    out = matmul.patched_multiply(input_rows, weight_rows, recipe.fprop, hot_channels, bias, input.dtype, plan.units)
     return out, (input_columns, weight_columns)
 
 
@@ -161,9 +222,7 @@ class _FP4Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (input_columns, weight_columns), weight = _load(ctx)
         grad_output = grad_output.contiguous()  # so that strides do not decide the order of any sum
-        device = grad_output.device
-        dgrad_output = Operand.lhs(ctx.recipe.dgrad, _DGRAD_OUTPUT, matmul.units_of(ctx.recipe.dgrad, device))
-        wgrad_output = Operand.lhs(ctx.recipe.wgrad, _WGRAD_OUTPUT, matmul.units_of(ctx.recipe.wgrad, device))
+        dgrad_output, wgrad_output = _plan_backward(ctx.recipe, grad_output.device)
         seed = ops.draw_seed(ctx.rng_state) if dgrad_output.stochastic or wgrad_output.stochastic else None
         rows: Side | None = None
         columns: Side | None = None
@@ -247,12 +306,12 @@ class FP4Layer(nn.Module):
         if self.fp4_rng_state.device != device:
             with torch.inference_mode(False):
                 self.fp4_rng_state = self.fp4_rng_state.to(device)
-        self.fp4_gemm_paths["fprop"] = matmul.describe(recipe.fprop, device)
+        self.fp4_gemm_paths["fprop"] = _path(recipe, "fprop", device)
         if torch.is_grad_enabled():
             if input.requires_grad:
-                self.fp4_gemm_paths["dgrad"] = matmul.describe(recipe.dgrad, device)
+                self.fp4_gemm_paths["dgrad"] = _path(recipe, "dgrad", device)
             if weight.requires_grad:
-                self.fp4_gemm_paths["wgrad"] = matmul.describe(recipe.wgrad, device)
+                self.fp4_gemm_paths["wgrad"] = _path(recipe, "wgrad", device)
         channels = None
         if recipe.fprop is not None and recipe.fprop.hot_channels is not None:
             channels = self._fp4_channels(input, weight, recipe.fprop, recipe.fprop.hot_channels)

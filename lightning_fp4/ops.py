@@ -1,9 +1,11 @@
 """The operations on FP4 tensors, as PyTorch operators: the only place that chooses which implementation runs.
 
 Each is registered with ``torch.library``, opaque to ``torch.compile`` (a compiler that fused these lines could change
-their rounding), pure except for :func:`draw_seed`, and unaffected by autocast.
+their rounding), pure except for :func:`draw_seed`, and unaffected by autocast. In eager mode, where nobody watches the
+operators go by, their bodies are called without PyTorch's dispatcher, which takes longer than most of them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import ModuleType
@@ -11,7 +13,7 @@ from typing import Any, Literal, Optional
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
+from torch.nn import Parameter
 
 from lightning_fp4 import reference
 from lightning_fp4.formats import E4M3, FORMATS, BlockFormat
@@ -45,11 +47,14 @@ def _triton_kernels() -> Optional[ModuleType]:
 
 def backend(device: torch.device) -> Literal["triton", "reference"]:
     """Which implementation quantises on this device: the reference, or what :func:`enable_kernels` let in."""
-    if not _kernels_enabled or device.type != "cuda" or torch.version.hip is not None:
-        return "reference"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "reference"
-    return "reference" if _triton_kernels() is None else "triton"
+    return "triton" if _kernels_enabled and _runs_triton(device) else "reference"
+
+
+@functools.cache
+def _runs_triton(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0) and _triton_kernels() is not None
 
 
 def _kernels(x: Tensor) -> Any:
@@ -136,9 +141,12 @@ def quantize(
     stochastic = quantizer.rounding is Rounding.STOCHASTIC
     if stochastic and seed is None:
         raise ValueError("`quantize` with stochastic rounding needs a `seed`, an int64 tensor [key, step].")
+    seed = seed if stochastic else None
+    if _is_unobserved((x, seed)):
+        return _outside_autocast(x, _one_form, x, quantizer, hadamard, transposed, seed, stream, units)
     rows, columns = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
     names = (quantizer.format.name, quantizer.rounding.value, quantizer.scale_rule.value)
-    parts = _quantize(x, *names, hadamard or 0, transposed, seed if stochastic else None, stream, units or "")
+    parts = _quantize(x, *names, hadamard or 0, transposed, seed, stream, units or "")
     return _assemble(parts, quantizer, units, rows, columns)
 
 
@@ -160,12 +168,15 @@ def quantize_both(
     stochastic = Rounding.STOCHASTIC in (rows.rounding, columns.rounding)
     if stochastic and seed is None:
         raise ValueError("`quantize_both` with stochastic rounding needs a `seed`, an int64 tensor [key, step].")
+    seed = seed if stochastic else None
+    if _is_unobserved((x, seed)):
+        return _outside_autocast(x, _both_forms, x, rows, columns, hadamard, seed, streams, units)
     parts = _quantize_both(
         x,
         _spec(rows),
         _spec(columns),
         hadamard or 0,
-        seed if stochastic else None,
+        seed,
         *streams,
         *(choice or "" for choice in units),
     )
@@ -193,6 +204,8 @@ def dequantize(x: FP4Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def operand(x: FP4Tensor, units: Units) -> FP4Operand:
     """Decode for the units of a GEMM."""
+    if _is_unobserved((x.codes, x.scales, x.amax)):
+        return _outside_autocast(x.codes, _decoded, x, units)
     values, factor = _operand(x.codes, x.scales, x.amax, x.format.name, x.encoded_max, *x.shape, units)
     return FP4Operand(values=values, factor=factor if x.amax is not None else None, shape=x.shape)
 
@@ -313,18 +326,63 @@ def select_channels(scores: Tensor, count: int) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], CustomOpDef]:
-    """Register a function whose first argument is a tensor as ``lightning_fp4::name``, run outside autocast."""
+class _Operator:
+    """A function whose first argument is a tensor, registered as ``lightning_fp4::name`` and run outside autocast.
 
-    def register(body: Callable) -> CustomOpDef:
+    Called, it takes its registered form wherever someone would see the difference.
+    """
+
+    def __init__(self, name: str, body: Callable, mutates: tuple[str, ...]) -> None:
         @functools.wraps(body)
         def outside_autocast(first: Tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
-            with torch.autocast(first.device.type, enabled=False):
-                return body(first, *args, **kwargs)
+            return _outside_autocast(first, body, first, *args, **kwargs)
 
-        return torch.library.custom_op(f"lightning_fp4::{name}", outside_autocast, mutates_args=mutates)
+        self.body = outside_autocast
+        self.registered = torch.library.custom_op(f"lightning_fp4::{name}", outside_autocast, mutates_args=mutates)
+        self.register_fake = self.registered.register_fake
 
-    return register
+    def __call__(self, *args: Any) -> Any:
+        return self.body(*args) if _is_unobserved(args) else self.registered(*args)
+
+
+def _operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], _Operator]:
+    return lambda body: _Operator(name, body, mutates)
+
+
+def _outside_autocast(x: Tensor, body: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call ``body`` with autocast off for the device of ``x``."""
+    device_type = x.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return body(*args, **kwargs)
+    # What `torch.autocast(device_type, enabled=False)` does, without its checks of every setting.
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        return body(*args, **kwargs)
+    finally:
+        torch.set_autocast_enabled(device_type, True)
+
+
+_PLAIN = (Tensor, Parameter)
+
+
+def _is_unobserved(args: tuple) -> bool:
+    """Whether an operator's body on these arguments does what the operator does, and nobody would know.
+
+    Compilers, modes (of profilers that count operations, of tracers, of selective checkpointing), function transforms,
+    tensor subclasses, meta tensors and autograd all act on operators.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    # There are no public ways to ask for these three.
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    grad = torch.is_grad_enabled()
+    for x in args:
+        if isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_meta or (grad and x.requires_grad)):
+            return False
+    return True
 
 
 def _storage(
@@ -350,7 +408,7 @@ def _rebuild(
 @_operator("draw_seed", mutates=("rng_state",))
 def _draw_seed(rng_state: Tensor) -> Tensor:
     seed = rng_state.clone()
-    rng_state[1] += 1
+    rng_state[1:].add_(1)
     return seed
 
 
@@ -415,10 +473,15 @@ def _fake_parts(x: Tensor, quantizer: Quantizer, units: str, rows: int, columns:
 
 
 def _reference_form(
-    x: Tensor, quantizer: Quantizer, hadamard: int, seed: Optional[Tensor], stream: int, units: Any
+    x: Tensor,
+    quantizer: Quantizer,
+    hadamard: Optional[int],
+    seed: Optional[Tensor],
+    stream: int,
+    units: Optional[Units],
 ) -> FP4Tensor | FP4Operand:
     """One form of ``x`` by the reference."""
-    columns = x.shape[1]
+    shape = (x.shape[0], x.shape[1])
     if hadamard:
         x = reference.rotate(x, hadamard)
     bits = None
@@ -427,8 +490,27 @@ def _reference_form(
         padded = x.shape[1] + -x.shape[1] % quantizer.format.block[1]
         bits = reference.random_bytes(x.shape[0], padded, seed, stream)
     quantized = reference.quantize(x, quantizer, random_bits=bits)
-    assert quantized.codes.shape[1] * 2 >= columns
+    if quantized.shape != shape:  # a rotation padded it
+        quantized = dataclasses.replace(quantized, shape=shape)
     return reference.operand(quantized, units) if units else quantized
+
+
+def _one_form(
+    x: Tensor,
+    quantizer: Quantizer,
+    hadamard: Optional[int],
+    transposed: bool,
+    seed: Optional[Tensor],
+    stream: int,
+    units: Optional[Units],
+) -> FP4Tensor | FP4Operand:
+    """What :func:`quantize` returns."""
+    kernels = _kernels(x)
+    if kernels is not None and kernels.supports(quantizer, hadamard, units):
+        return kernels.quantize(
+            x, quantizer, hadamard=hadamard, transposed=transposed, seed=seed, stream=stream, units=units
+        )
+    return _reference_form(x.T if transposed else x, quantizer, hadamard, seed, stream, units)
 
 
 @_operator("quantize")
@@ -443,20 +525,8 @@ def _quantize(
     stream: int,
     units: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    parsed = _parse(f"{format}/{rounding}/{scale_rule}")
-    kernels = _kernels(x)
-    if kernels is not None and kernels.supports(parsed, hadamard or None, units or None):
-        form = kernels.quantize(
-            x,
-            parsed,
-            hadamard=hadamard or None,
-            transposed=transposed,
-            seed=seed,
-            stream=stream,
-            units=units or None,
-        )
-    else:
-        form = _reference_form(x.T if transposed else x, parsed, hadamard, seed, stream, units)
+    quantizer = _parse(f"{format}/{rounding}/{scale_rule}")
+    form = _one_form(x, quantizer, hadamard or None, transposed, seed, stream, units or None)  # type: ignore[arg-type]
     return _parts(x, form)
 
 
@@ -466,6 +536,38 @@ def _(x, format, rounding, scale_rule, hadamard, transposed, seed, stream, units
     if hadamard:
         columns = (columns + hadamard - 1) // hadamard * hadamard
     return _fake_parts(x, _parse(f"{format}/{rounding}/{scale_rule}"), units, rows, columns)
+
+
+def _both_forms(
+    x: Tensor,
+    rows: Quantizer,
+    columns: Quantizer,
+    hadamard: Optional[int],
+    seed: Optional[Tensor],
+    streams: tuple[int, int],
+    units: tuple[Optional[Units], Optional[Units]],
+) -> tuple[FP4Tensor | FP4Operand, FP4Tensor | FP4Operand]:
+    """What :func:`quantize_both` returns."""
+    kernels = _kernels(x)
+    if kernels is not None and kernels.supports(rows, None, units[0]) and kernels.supports(columns, hadamard, units[1]):
+        return kernels.quantize_both(
+            x,
+            kernels.Form(quantizer=rows, stream=streams[0], units=units[0]),
+            kernels.Form(quantizer=columns, stream=streams[1], units=units[1]),
+            hadamard=hadamard,
+            seed=seed,
+        )
+    first: Any = _reference_form(x, rows, None, seed, streams[0], None)
+    block_rows, block_columns = rows.format.block
+    second: Any
+    if _spec(rows) == _spec(columns) and block_rows == block_columns and not hadamard and seed is None:
+        second = reference.transpose(first)  # one quantisation serves both
+    else:
+        second = _reference_form(x.T, columns, hadamard, seed, streams[1], None)
+    return (
+        first if units[0] is None else reference.operand(first, units[0]),
+        second if units[1] is None else reference.operand(second, units[1]),
+    )
 
 
 @_operator("quantize_both")
@@ -480,32 +582,9 @@ def _quantize_both(
     row_units: str,
     column_units: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    by_rows, by_columns = _parse(rows), _parse(columns)
-    kernels = _kernels(x)
-    first: Any
-    second: Any
-    if (
-        kernels is not None
-        and kernels.supports(by_rows, None, row_units or None)
-        and kernels.supports(by_columns, hadamard or None, column_units or None)
-    ):
-        first, second = kernels.quantize_both(
-            x,
-            kernels.Form(quantizer=by_rows, stream=row_stream, units=row_units or None),
-            kernels.Form(quantizer=by_columns, stream=column_stream, units=column_units or None),
-            hadamard=hadamard or None,
-            seed=seed,
-        )
-    else:
-        first = _reference_form(x, by_rows, 0, seed, row_stream, "")
-        block_rows, block_columns = by_rows.format.block
-        if by_rows == by_columns and block_rows == block_columns and not hadamard and seed is None:
-            second = reference.transpose(first)  # one quantisation serves both
-        else:
-            second = _reference_form(x.T, by_columns, hadamard, seed, column_stream, "")
-        first = reference.operand(first, row_units) if row_units else first  # type: ignore[arg-type]
-        second = reference.operand(second, column_units) if column_units else second  # type: ignore[arg-type]
-    row_parts, column_parts = _parts(x, first), _parts(x, second)
+    units: Any = (row_units or None, column_units or None)
+    forms = _both_forms(x, _parse(rows), _parse(columns), hadamard or None, seed, (row_stream, column_stream), units)
+    row_parts, column_parts = (_parts(x, form) for form in forms)
     if column_parts[2].untyped_storage().data_ptr() == row_parts[2].untyped_storage().data_ptr():
         column_parts = (*column_parts[:2], column_parts[2].clone())  # an operator's results may not share memory
     return (*row_parts, *column_parts)
@@ -554,6 +633,12 @@ def _(codes, scales, amax, format, encoded_max, rows, columns, dtype):  # type: 
     return codes.new_empty((rows, columns), dtype=dtype)
 
 
+def _decoded(quantized: FP4Tensor, units: Units) -> FP4Operand:
+    """What :func:`operand` returns."""
+    kernels = _kernels(quantized.codes)
+    return (reference if kernels is None or units == "fp32" else kernels).operand(quantized, units)
+
+
 @_operator("operand")
 def _operand(
     codes: Tensor,
@@ -565,10 +650,8 @@ def _operand(
     columns: int,
     units: str,
 ) -> tuple[Tensor, Tensor]:
-    quantized: Any = _rebuild(codes, scales, amax, format, encoded_max, rows, columns)
-    kernels = _kernels(codes)
-    decode: Any = reference.operand if kernels is None or units == "fp32" else kernels.operand
-    decoded = decode(quantized, units)
+    quantized = _rebuild(codes, scales, amax, format, encoded_max, rows, columns)
+    decoded = _decoded(quantized, units)  # type: ignore[arg-type]
     return decoded.values, codes.new_empty(0, 0, dtype=torch.float32) if decoded.factor is None else decoded.factor
 
 

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, Quantizer, ops, reference
 from tests.helpers import golden_cases, relative_error, same_bits, unpack
 
 SEED = (12345, 7)
+OPERATORS = (
+    *("draw_seed", "quantize", "quantize_both", "transpose", "dequantize", "operand", "multiply", "center"),
+    *("times_matrix", "patch_columns", "patch_values", "concatenate", "channel_scores", "select_channels"),
+)
 QUANTIZERS = [
     Quantizer(),
     Quantizer(format=NVFP4_2D),
@@ -121,6 +126,69 @@ def test_autocast_changes_nothing(dtype, device):
         actual = compute()
     for a, b in zip(actual, expected, strict=True):
         assert same_bits(a, b)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the operators that go by."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _every_operator(x, w):
+    """Results of all operators, by way of the functions that the package calls."""
+    seed = _seed(x.device)
+    a = ops.quantize(x, QUANTIZERS[-1], hadamard=16, seed=seed)
+    square = Quantizer(format=NVFP4_2D)
+    rows, columns = ops.quantize_both(w, square, square, units=("fp8", None))
+    b = ops.quantize(w, square, hadamard=16)
+    channels = ops.select_channels(ops.channel_scores(x, ops.quantize(x, square), w, b, "error"), 16)
+    rest, mean = ops.center(x)
+    patch = ops.patch_columns(w, b, square, channels, ("residual", "value"))
+    tensors = [a.codes, a.scales, a.amax, rows.values, rows.factor, columns.codes, columns.scales, columns.amax]
+    tensors += [ops.draw_seed(seed), seed, ops.gemm(a, b, None, torch.float32), ops.dequantize(a), channels, rest]
+    tensors += [ops.transpose(b).codes, *ops.patch_values(w, b, channels), ops.times_matrix(mean, w)]
+    wide = ops.concatenate(b, patch)
+    return [t.float() for t in (*tensors, patch.codes, patch.scales, wide.codes, wide.scales)]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bodies_called_directly_are_the_operators(autocast, device, monkeypatch):
+    """In eager mode nothing goes through the dispatcher; a mode that watches sees the operators. The bits agree."""
+    x, w = torch.randn(32, 64, device=device), torch.randn(48, 64, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        with _Watch() as watch:
+            expected = _every_operator(x, w)
+        names = {func.name() for func in watch.seen if func.namespace == "lightning_fp4"}
+        assert names == {f"lightning_fp4::{name}" for name in OPERATORS}
+        for name in OPERATORS:
+            refuse = lambda *args, name=name: pytest.fail(f"{name} went through the dispatcher")  # noqa: E731
+            monkeypatch.setattr(getattr(ops, f"_{name}"), "registered", refuse)
+        actual = _every_operator(x, w)
+        assert torch.is_autocast_enabled(device.type) is autocast
+    assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_autocast_comes_back_after_an_error(device):
+    with torch.autocast(device.type, dtype=torch.bfloat16), torch.no_grad():
+        with pytest.raises(RuntimeError):
+            ops.times_matrix(torch.randn(1, 3, device=device), torch.randn(5, 4, device=device))
+        assert torch.is_autocast_enabled(device.type)
+
+
+def test_autograd_still_meets_the_operators(device):
+    """None has a derivative of its own: what goes through them says so in backward, and is no constant."""
+    x = torch.randn(4, 16, device=device, requires_grad=True)
+    rest, _ = ops.center(x)
+    assert rest.requires_grad
+    with pytest.raises(RuntimeError, match="register_autograd"):
+        rest.sum().backward()
+    assert not ops.quantize(x.detach(), Quantizer()).amax.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

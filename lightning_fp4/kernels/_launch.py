@@ -1,6 +1,10 @@
-"""What all launchers share: the checks of their assumptions and their grids."""
+"""What all launchers share: the checks of their assumptions, their grids, and launching without delay."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HADAMARD_SIZES = (2, 4, 8, 16, 32)
 
 
+@functools.cache
 def is_interpreted() -> bool:
     """Whether Triton runs its kernels in its interpreter (``TRITON_INTERPRET=1``), which takes CPU tensors."""
     return bool(triton.knobs.runtime.interpret)
@@ -42,13 +47,28 @@ def check_input(x: Tensor, hadamard: int | None) -> None:
 
 def has_e4m3(x: Tensor) -> bool:
     """Whether the device of ``x`` converts to E4M3 itself (Ada, Hopper, Blackwell)."""
-    return x.is_cuda and not is_interpreted() and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return x.is_cuda and not is_interpreted() and _capability(x.get_device()) >= (8, 9)
 
 
-def grid_of(x: Tensor, block_m: int, block_n: int) -> tuple[tuple[int], int]:
-    """A one-dimensional grid of tiles that covers ``x``, and the number of tiles in a row of them."""
-    tiles_n = triton.cdiv(x.shape[1], block_n)
-    return (triton.cdiv(x.shape[0], block_m) * tiles_n,), tiles_n
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b`` rounded up. ``triton.cdiv`` is for kernels too, and slow on the host."""
+    return -(-a // b)
+
+
+def tiles_of(x: Tensor, block_m: int, block_n: int) -> tuple[int, int]:
+    """How many tiles cover ``x``, and how many lie in a row of them."""
+    tiles_n = ceil_div(x.shape[1], block_n)
+    return ceil_div(x.shape[0], block_m) * tiles_n, tiles_n
+
+
+def is_even(x: Tensor, block_m: int, block_n: int) -> bool:
+    """Whether whole tiles cover ``x``."""
+    return x.shape[0] % block_m == 0 and x.shape[1] % block_n == 0
 
 
 def is_wide(x: Tensor, block_m: int, block_n: int) -> bool:
@@ -60,3 +80,45 @@ def is_wide(x: Tensor, block_m: int, block_n: int) -> bool:
 def candidate_count(rule: ScaleRule) -> int:
     """How many scales ``rule`` tries for each block."""
     return {ScaleRule.FOUR_OVER_SIX: 2, ScaleRule.CLOSED_BEST: 3}.get(rule, 1)
+
+
+class Launcher:
+    """A kernel with its constants, launched with little more on the host than the launch itself.
+
+    Triton works out at each launch which compiled form of a kernel fits its arguments, which takes longer than the
+    launch. It tells apart dtypes, pointers to multiples of 16 bytes, and integers that are 1, multiples of 16 or wide.
+    Here the compiled kernel is remembered by device, grid, dtypes, pointers modulo 16 and exact integers: finer.
+
+    Args:
+        kernel: a ``@triton.jit`` function whose constants come last.
+        constants: their values, by name.
+        warps: of each program.
+    """
+
+    _MOST = 1024  # remembered at once; token counts may differ from step to step
+
+    def __init__(self, kernel: Any, constants: dict[str, Any], warps: int = 4) -> None:
+        self.kernel, self.constants, self.warps = kernel, constants, warps
+        self._ready: dict[tuple, tuple[Callable, tuple]] = {}
+
+    def __call__(self, programs: int, *arguments: Tensor | int) -> None:
+        """Launch ``programs`` of them on the current stream of the device of the first argument, a tensor."""
+        device = arguments[0].get_device()  # type: ignore[union-attr]
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(programs, *arguments)
+            return
+        kinds = [x if type(x) is int else (x.dtype, x.data_ptr() % 16) for x in arguments]  # type: ignore[union-attr]
+        key = (device, programs, *kinds)
+        ready = self._ready.get(key)
+        if ready is not None:
+            launch, constants = ready
+            launch(*arguments, *constants)
+            return
+        grid = (programs, 1, 1)
+        compiled = self.kernel[grid](*arguments, **self.constants, num_warps=self.warps, enable_fp_fusion=False)
+        if compiled is not None:  # the interpreter compiles nothing
+            if len(self._ready) >= self._MOST:
+                self._ready.clear()
+            names = self.kernel.arg_names[len(arguments) :]
+            self._ready[key] = (compiled[grid], tuple(self.constants[name] for name in names))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from lightning_fp4.formats import GlobalScale
 from lightning_fp4.kernels import _device
-from lightning_fp4.kernels._launch import check_input, grid_of, is_wide
+from lightning_fp4.kernels._launch import Launcher, check_input, is_even, is_wide, tiles_of
 from lightning_fp4.kernels._tiles import corner, load_columns
 
 
@@ -68,6 +71,11 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
             tl.atomic_max(column_ptr + offs_n, tl.max(rotated, axis=0), mask=offs_n < columns, sem="relaxed")
 
 
+@functools.cache
+def _launcher(kernel: Any, **constants: Any) -> Launcher:
+    return Launcher(kernel, constants)
+
+
 def amax(
     x: Tensor, rows: GlobalScale | None, columns: GlobalScale | None, hadamard: int | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -84,22 +92,23 @@ def amax(
     """
     check_input(x, hadamard)
     plain = rows == "tensor" or (columns == "tensor" and not hadamard)
-    # One buffer, so one launch clears them all.
-    sizes = (int(plain), x.shape[0] if rows == "row" else 0, {None: 0, "tensor": int(bool(hadamard))}.get(columns, -1))
-    sizes = (*sizes[:2], x.shape[1] if sizes[2] < 0 else sizes[2])
-    maxima = torch.zeros(sum(sizes), dtype=torch.float32, device=x.device)
-    of_tensor, of_rows, of_columns = maxima.split(sizes)
-    if x.numel() and sum(sizes):
+    rotated = columns == "tensor" and bool(hadamard)
+    row_count = x.shape[0] if rows == "row" else 0
+    column_count = x.shape[1] if columns == "row" else int(rotated)
+    sizes = (int(plain), row_count, column_count)
+    # One buffer, so one launch clears them all. Bits of non-negative floats sort as the floats do.
+    bits = torch.zeros((sum(sizes), 1), dtype=torch.int32, device=x.device)
+    if bits.shape[0] and x.numel():
         block_m, block_n = (128, 64) if hadamard else (64, 128)
-        grid, tiles_n = grid_of(x, block_m, block_n)
+        programs, tiles_n = tiles_of(x, block_m, block_n)
         rotate = hadamard if hadamard and columns else 0
-        _amax_kernel[grid](
-            x, x.stride(0), x.stride(1), x.shape[0], x.shape[1], tiles_n,
-            of_tensor.view(torch.int32), of_rows.view(torch.int32), of_columns.view(torch.int32),
-            TENSOR=plain, ROW=rows == "row", COLUMN=columns == "row", ROTATED=columns == "tensor" and bool(rotate),
-            HADAMARD=rotate, EVEN=x.shape[0] % block_m == 0 and x.shape[1] % block_n == 0,
-            WIDE=is_wide(x, block_m, block_n), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, enable_fp_fusion=False,
+        launch = _launcher(
+            _amax_kernel, TENSOR=plain, ROW=rows == "row", COLUMN=columns == "row", ROTATED=rotated,
+            HADAMARD=rotate, EVEN=is_even(x, block_m, block_n), WIDE=is_wide(x, block_m, block_n),
+            BLOCK_M=block_m, BLOCK_N=block_n,
         )  # fmt: skip
+        launch(programs, x, *x.stride(), *x.shape, tiles_n, *bits.split_with_sizes(sizes))
+    of_tensor, of_rows, of_columns = bits.view(torch.float32).split_with_sizes(sizes)
     by_rows = {None: None, "tensor": of_tensor, "row": of_rows}[rows]
     by_columns = {None: None, "tensor": of_columns if hadamard else of_tensor, "row": of_columns}[columns]
-    return by_rows if by_rows is None else by_rows[:, None], by_columns if by_columns is None else by_columns[:, None]
+    return by_rows, by_columns

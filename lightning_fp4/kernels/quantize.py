@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_fp4.formats import E8M0
+from lightning_fp4.formats import E8M0, FORMATS
 from lightning_fp4.kernels import _device
-from lightning_fp4.kernels._launch import candidate_count, check_input, grid_of, has_e4m3, is_interpreted, is_wide
+from lightning_fp4.kernels._launch import (
+    Launcher,
+    candidate_count,
+    ceil_div,
+    check_input,
+    has_e4m3,
+    is_even,
+    is_interpreted,
+    is_wide,
+    tiles_of,
+)
 from lightning_fp4.kernels._tiles import corner, load_columns, load_rows, load_words, quantize_groups
 from lightning_fp4.kernels.amax import amax
-from lightning_fp4.quantizer import Quantizer, Rounding
+from lightning_fp4.quantizer import Quantizer, Rounding, ScaleRule
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units, operand_shift
 
 _BLOCK_M, _BLOCK_N, _WARPS = 128, 64, 4
@@ -140,70 +151,85 @@ class Form:
     units: Units | None = None
 
 
-class _Output:
-    """Memory for one form of a ``[rows, columns]`` matrix, and the kernel's arguments for it."""
+class _Layout:
+    """What the forms of all matrices by one quantiser, for the same units, have in common."""
 
-    def __init__(self, x: Tensor, form: Form | None, amax: Tensor | None, rows: int, columns: int) -> None:
-        self.form, self.amax, self.shape = form, amax, (rows, columns)
-        if form is None:
-            return
-        block_format = form.quantizer.format
-        block_rows, block_columns = block_format.block
-        blocks = triton.cdiv(columns, block_columns)
-        self.encoded_max = form.quantizer.scale_rule.encoded_max
-        if form.units is None:
-            self.out = x.new_empty(rows, blocks * block_columns // 2, dtype=torch.uint8)
-            self.scales = x.new_empty(triton.cdiv(rows, block_rows), blocks, dtype=torch.uint8)
-            self.factor = None
-        else:
-            dtype = torch.bfloat16 if form.units == "bf16" else torch.float8_e4m3fn
-            self.out = x.new_empty(rows, blocks * block_columns, dtype=dtype)
-            self.factor = None if amax is None else torch.empty_like(amax)
-
-    def pointers(self, placeholder: Tensor) -> list[Any]:
-        """The kernel's pointers and stream; the place of what it does not use is held by ``placeholder``."""
-        if self.form is None:
-            return [placeholder] * 4 + [0]
-        return [
-            placeholder if self.amax is None else self.amax,
-            self.out.view(torch.int32),  # a group of neighbours fills whole words
-            self.scales if self.form.units is None else placeholder,
-            placeholder if self.factor is None else self.factor,
-            self.form.stream,
-        ]
-
-    def constants(self, prefix: str) -> dict[str, Any]:
-        """The kernel's constants."""
-        quantizer = Quantizer() if self.form is None else self.form.quantizer
-        encoded_max = quantizer.scale_rule.encoded_max
-        units = "none" if self.form is None else self.form.units or "packed"
-        constants = {
-            "UNITS": units,
-            "BY": "none" if self.amax is None else quantizer.format.global_scale,
-            "MAX": encoded_max,
-            "SHIFT": 1.0 if self.form is None else operand_shift(self.form.units, encoded_max),
-            "R": quantizer.format.block[0],
-            "C": quantizer.format.block[1],
-            "E8M0": quantizer.format.scale is E8M0,
+    def __init__(self, quantizer: Quantizer, units: Units | None) -> None:
+        block_format = quantizer.format
+        self.format, self.units = block_format, units
+        self.block_rows, self.block_columns = block_format.block
+        self.encoded_max = quantizer.scale_rule.encoded_max
+        self.scale_dtype = torch.float8_e8m0fnu if block_format.scale is E8M0 else torch.float8_e4m3fn
+        self.dtype = {None: torch.uint8, "bf16": torch.bfloat16}.get(units, torch.float8_e4m3fn)
+        self.constants = {
+            "UNITS": units or "packed",
+            "BY": block_format.global_scale or "none",
+            "MAX": self.encoded_max,
+            "SHIFT": operand_shift(units, self.encoded_max),
+            "R": self.block_rows,
+            "C": self.block_columns,
+            "E8M0": block_format.scale is E8M0,
             "RULE": quantizer.scale_rule.value,
             "STOCHASTIC": quantizer.rounding is Rounding.STOCHASTIC,
             "CANDIDATES": candidate_count(quantizer.scale_rule),
         }
-        return {f"{prefix}_{name}": value for name, value in constants.items()}
 
-    def result(self) -> FP4Tensor | FP4Operand | None:
+
+_UNUSED = {**_Layout(Quantizer(), None).constants, "UNITS": "none", "BY": "none"}
+"""The constants of a form that is left out."""
+
+
+@functools.cache
+def _layout(block_format: str, rounding: Rounding, scale_rule: ScaleRule, units: Units | None) -> _Layout:
+    return _Layout(Quantizer(format=FORMATS[block_format], rounding=rounding, scale_rule=scale_rule), units)
+
+
+@functools.cache
+def _launcher(kernel: Any, rows: _Layout | None, columns: _Layout | None, warps: int, **constants: Any) -> Launcher:
+    by_rows = {f"ROW_{name}": value for name, value in (rows.constants if rows else _UNUSED).items()}
+    by_columns = {f"COLUMN_{name}": value for name, value in (columns.constants if columns else _UNUSED).items()}
+    return Launcher(kernel, {**by_rows, **by_columns, **constants, "ASM": not is_interpreted()}, warps)
+
+
+class _Output:
+    """Memory for one form of a ``[rows, columns]`` matrix, and the kernel's arguments for it."""
+
+    def __init__(self, x: Tensor, form: Form, amax: Tensor | None, rows: int, columns: int) -> None:
+        quantizer = form.quantizer
+        layout = _layout(quantizer.format.name, quantizer.rounding, quantizer.scale_rule, form.units)
+        self.layout, self.amax, self.shape, self.stream = layout, amax, (rows, columns), form.stream
+        blocks = ceil_div(columns, layout.block_columns)
+        width = blocks * layout.block_columns
+        self.factor: Tensor | None = None
+        self.scales: Tensor | None = None
+        if layout.units is None:
+            self.out = x.new_empty((rows, width // 2), dtype=torch.uint8)
+            self.scales = x.new_empty((ceil_div(rows, layout.block_rows), blocks), dtype=torch.uint8)
+        else:
+            self.out = x.new_empty((rows, width), dtype=layout.dtype)
+            self.factor = None if amax is None else torch.empty_like(amax)
+
+    def arguments(self) -> tuple[Tensor | int, ...]:
+        """The kernel's pointers and stream; the place of what it does not use is held by the words."""
+        words = self.out.view(torch.int32)  # a group of neighbours fills whole words
+        return (
+            words if self.amax is None else self.amax,
+            words,
+            words if self.scales is None else self.scales,
+            words if self.factor is None else self.factor,
+            self.stream,
+        )
+
+    def result(self) -> FP4Tensor | FP4Operand:
         """The form."""
-        if self.form is None:
-            return None
-        if self.form.units is not None:
+        if self.scales is None:
             return FP4Operand(values=self.out, factor=self.factor, shape=self.shape)
-        block_format = self.form.quantizer.format
         return FP4Tensor(
             codes=self.out,
-            scales=self.scales.view(torch.float8_e8m0fnu if block_format.scale is E8M0 else torch.float8_e4m3fn),
+            scales=self.scales.view(self.layout.scale_dtype),
             amax=self.amax,
-            encoded_max=self.encoded_max,
-            format=block_format,
+            encoded_max=self.layout.encoded_max,
+            format=self.layout.format,
             shape=self.shape,
         )
 
@@ -238,10 +264,9 @@ def quantize_both(
         ValueError: for what :func:`supports` denies, a missing seed, or an ``x`` that the kernels cannot read.
     """
     check_input(x, hadamard)
-    forms = [form for form in (rows, columns) if form is not None]
     if columns is not None and not supports(columns.quantizer, hadamard):
         raise ValueError(f"`hadamard={hadamard}` is longer than the blocks of {columns.quantizer.format}.")
-    if seed is None and any(form.quantizer.rounding is Rounding.STOCHASTIC for form in forms):
+    if seed is None and any(form and form.quantizer.rounding is Rounding.STOCHASTIC for form in (rows, columns)):
         raise ValueError("Stochastic rounding needs a `seed`, an int64 tensor [key, step].")
     row_amax, column_amax = amax(
         x,
@@ -249,29 +274,31 @@ def quantize_both(
         columns.quantizer.format.global_scale if columns else None,
         hadamard if columns else None,
     )
-    by_rows = _Output(x, rows, row_amax, x.shape[0], x.shape[1])
-    by_columns = _Output(x, columns, column_amax, x.shape[1], x.shape[0])
-    if x.numel() and forms:
-        placeholder = by_rows.out if rows is not None else by_columns.out
-        placeholder = placeholder.view(torch.uint8)
-        block_m, block_n = _BLOCK_M, _BLOCK_N
-        grid, tiles_n = grid_of(x, block_m, block_n)
-        words = rows is not None and _is_word_aligned(x, rows.quantizer.format.block[1])
-        _quantize_kernel[grid](
-            x, x.view(torch.int64) if words else x, x.stride(0), x.stride(1), x.shape[0], x.shape[1], tiles_n,
-            placeholder if seed is None else seed,
-            *by_rows.pointers(placeholder), *by_columns.pointers(placeholder),
-            **by_rows.constants("ROW"), **by_columns.constants("COLUMN"),
-            HADAMARD=hadamard if hadamard and columns else 0, WORDS=words,
-            NATIVE_E4M3=has_e4m3(x), ASM=not is_interpreted(),
-            EVEN=x.shape[0] % block_m == 0 and x.shape[1] % block_n == 0, WIDE=is_wide(x, block_m, block_n),
-            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=_WARPS, enable_fp_fusion=False,
+    by_rows = None if rows is None else _Output(x, rows, row_amax, x.shape[0], x.shape[1])
+    by_columns = None if columns is None else _Output(x, columns, column_amax, x.shape[1], x.shape[0])
+    outputs = [output for output in (by_rows, by_columns) if output is not None]
+    if outputs and x.numel():
+        programs, tiles_n = tiles_of(x, _BLOCK_M, _BLOCK_N)
+        words = by_rows is not None and _is_word_aligned(x, by_rows.layout.block_columns)
+        launch = _launcher(
+            _quantize_kernel,
+            None if by_rows is None else by_rows.layout, None if by_columns is None else by_columns.layout,
+            HADAMARD=hadamard if hadamard and columns else 0, WORDS=words, NATIVE_E4M3=has_e4m3(x),
+            EVEN=is_even(x, _BLOCK_M, _BLOCK_N), WIDE=is_wide(x, _BLOCK_M, _BLOCK_N),
+            BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, warps=_WARPS,
+        )  # fmt: skip
+        unused = (x, x, x, x, 0)
+        launch(
+            programs, x, x.view(torch.int64) if words else x, *x.stride(), *x.shape, tiles_n,
+            x if seed is None else seed,
+            *(unused if by_rows is None else by_rows.arguments()),
+            *(unused if by_columns is None else by_columns.arguments()),
         )  # fmt: skip
     else:
-        for output in (by_rows, by_columns):
-            if output.form is not None and output.factor is not None:
+        for output in outputs:
+            if output.factor is not None:
                 output.factor.zero_()
-    return by_rows.result(), by_columns.result()
+    return None if by_rows is None else by_rows.result(), None if by_columns is None else by_columns.result()
 
 
 def quantize(
