@@ -306,12 +306,12 @@ class FP4Layer(nn.Module):
         if self.fp4_rng_state.device != device:
             with torch.inference_mode(False):
                 self.fp4_rng_state = self.fp4_rng_state.to(device)
-        self.fp4_gemm_paths["fprop"] = _path(recipe, "fprop", device)
         if torch.is_grad_enabled():
-            if input.requires_grad:
-                self.fp4_gemm_paths["dgrad"] = _path(recipe, "dgrad", device)
-            if weight.requires_grad:
-                self.fp4_gemm_paths["wgrad"] = _path(recipe, "wgrad", device)
+            # A new dict: a compiler that saw the old one read or grow would compile all again once it is filled.
+            needed = {"fprop": True, "dgrad": input.requires_grad, "wgrad": weight.requires_grad}
+            self.fp4_gemm_paths = {gemm: _path(recipe, gemm, device) for gemm, runs in needed.items() if runs}
+        else:
+            self.fp4_gemm_paths["fprop"] = _path(recipe, "fprop", device)
         channels = None
         if recipe.fprop is not None and recipe.fprop.hot_channels is not None:
             channels = self._fp4_channels(input, weight, recipe.fprop, recipe.fprop.hot_channels)

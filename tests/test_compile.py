@@ -77,6 +77,20 @@ def test_few_compilations_over_token_counts(device):
     assert 1 <= len(graphs) <= 3
 
 
+def test_one_compilation_for_steps_of_one_shape(device):
+    """What a layer notes down in its first call is no reason to compile its second one anew."""
+    model = convert_to_fp4(Linears(), "nvfp4", seed=1).to(device)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    _steps(torch.compile(model, fullgraph=True, backend=backend), model, device)
+    assert len(graphs) == 1
+    assert set(model.b.fp4_gemm_paths) == {"fprop", "dgrad", "wgrad"}
+
+
 def test_autocast_train_and_eval_in_turn(device):
     model = convert_to_fp4(Block(64), RTN).to(device)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
