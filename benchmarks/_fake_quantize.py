@@ -1,9 +1,11 @@
 """A recipe's three GEMMs with values rounded to the FP4 grid but multiplied as BF16: fast under ``torch.compile``.
 
-It reads the same :class:`Recipe` as the package and rounds like its reference, with three differences, each far below
-the error of FP4 itself: decoded values are rounded to the compute dtype (BF16: 2^-9), the random bits come from a hash
-of each element's position and one ``torch.randint`` a tensor, and a compiler may reorder float32 operations (a tie may
-round the other way). ``tests/benchmarks`` holds it to the package's own layers, and what is compiled to what is not.
+It reads the same :class:`Recipe` as the package and rounds like its reference, with differences that are each far below
+the error of FP4 itself: decoded values are rounded to the compute dtype (BF16: 2^-9) before they are multiplied and
+before a patch takes their errors; the random bits come from a hash of each element's position and one ``torch.randint``
+a tensor; and a compiler may reorder float32 operations (a tie between codes, or between the scales of four over six, may
+go the other way) and leave out roundings to BF16 in between. ``tests/benchmarks`` holds it to the package's own layers,
+and compiled layers to uncompiled ones.
 
 Nothing here makes a quantiser or a recipe while it computes: torch 2.11 cannot trace that, leaves the graph, and then
 runs the whole backward pass uncompiled.
@@ -68,8 +70,7 @@ def _scramble(bits: Tensor) -> Tensor:
 def random_bytes(like: Tensor) -> Tensor:
     """Integers from 0 to 255 as float32 in the shape of ``like``, anew at each call; follows ``torch.manual_seed``.
 
-    Ten rounds of Philox for each element, which is what ``torch.rand`` compiles to, cost more than all the rest of the
-    quantisation; this is a tenth of it.
+    ``torch.rand`` compiles to ten rounds of Philox for each element; four multiplications do here.
     """
     seed = torch.randint(-(2**31), 2**31 - 1, (), dtype=torch.int32, device=like.device)
     index = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)

@@ -43,8 +43,12 @@ def load_results(path: Path) -> list[dict[str, Any]]:
 
 def append_result(path: Path, record: Mapping[str, Any]) -> None:
     """Add one record to a results file, which is complete after every call."""
+    write_results(path, [*load_results(path), dict(record)])
+
+
+def write_results(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Replace a results file, at no moment leaving half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    records = [*load_results(path), dict(record)]
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(records, indent=1) + "\n")
     partial.replace(path)

@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/loss_gap.py --text /usr/share/doc --budget-seconds 540
     python benchmarks/loss_gap.py --report                      # the table and the plot from the results so far
+    python benchmarks/loss_gap.py --merge a.json b.json         # take in what other GPUs have run, then the same
 
 The model reads bytes. A run is one variant (a recipe, and which layers stay in high precision) with one seed; finished
 runs are kept in ``results/loss_gap.json`` and not repeated, so a long list can be done in several calls. By default
@@ -48,9 +49,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "four_over_six-1d": {"name": "four_over_six", "weight_2d": False},
     "averis-2d": {"name": "averis"},
     "averis-1d": {"name": "averis", "weight_2d": False},
+    "four_over_six-rne-1d": {"name": "four_over_six", "gradient_scale": "rne", "weight_2d": False},
+    "averis-rne-1d": {"name": "averis", "gradient_scale": "rne", "weight_2d": False},
     "averis-fp4mean-1d": {"name": "averis", "mean": "fp4", "weight_2d": False},
     "averis-4o6-1d": {"name": "averis", "forward_scale": "four_over_six", "weight_2d": False},
     "chon-rne-2d": {"name": "chon", "gradient_scale": "rne"},
+    "chon-rne-1d": {"name": "chon", "gradient_scale": "rne", "weight_2d": False},
     "chon-2d": {"name": "chon"},
     "chon-1d": {"name": "chon", "weight_2d": False},
     "chon-gate2d": {"name": "chon", "weight_2d": False, "gate_weight_2d": True},
@@ -64,6 +68,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chon-4o6-2d": {"name": "chon", "forward_scale": "four_over_six"},
     "chon-averis-4o6-1d": {"name": "chon", "averis": True, "forward_scale": "four_over_six", "weight_2d": False},
     "chon-product-4o6-1d": {"name": "chon", "score": "product", "forward_scale": "four_over_six", "weight_2d": False},
+    "chon-4o6-rne-1d": {
+        "name": "chon",
+        "forward_scale": "four_over_six",
+        "gradient_scale": "rne",
+        "weight_2d": False,
+    },
     "closed_best-1d": {
         "name": "nvfp4",
         "forward_scale": "closed_best",
@@ -544,7 +554,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile (on a GPU: yes)")
     add("--results", type=Path, default=harness.RESULTS / "loss_gap.json")
     add("--report", action="store_true", help="only write the table and the plot from the results")
-    add("--insert", type=Path, default=None, help="with --report: put the table between this file's loss_gap marks")
+    add("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="add these files' runs to --results, report")
+    add(
+        "--insert",
+        type=Path,
+        default=None,
+        help="with --report or --merge: put the table between this file's loss_gap marks",
+    )
     return parser.parse_args(arguments)
 
 
@@ -573,10 +589,30 @@ def _base_name(variant: str) -> str:
     return variant.replace(FINISH, "").replace(FP8, "")
 
 
+_KEY = ("variant", "layers", "seed", "path", "settings")
+"""What tells one run from another."""
+
+
+def merge(results: Path, others: Sequence[Path]) -> None:
+    """Add the runs in ``others`` to ``results``; a run that is in several files is taken from the last of them.
+
+    Raises:
+        FileNotFoundError: if one of ``others`` is missing.
+    """
+    runs = {tuple(record[name] for name in _KEY): record for record in harness.load_results(results)}
+    for other in others:
+        if not other.exists():
+            raise FileNotFoundError(f"`--merge {other}`: there is no such file.")
+        runs |= {tuple(record[name] for name in _KEY): record for record in harness.load_results(other)}
+    harness.write_results(results, list(runs.values()))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is missing, then report."""
     options = parse(arguments)
-    if options.report:
+    if options.merge:
+        merge(options.results, options.merge)
+    if options.report or options.merge:
         table = write_report(options.results)
         if options.insert is not None:
             harness.insert_between_marks(options.insert, "loss_gap", table)
@@ -604,7 +640,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "path": "bf16" if variant == "bf16" else options.path,
             "settings": settings,
         }
-        done = [{name: record[name] for name in key} for record in harness.load_results(options.results)]
+        done = [{name: record[name] for name in _KEY} for record in harness.load_results(options.results)]
         if key in done:
             continue
         left = options.budget_seconds - (time.perf_counter() - began)

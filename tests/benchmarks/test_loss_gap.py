@@ -92,6 +92,20 @@ def test_budget_stops_before_a_run_that_would_not_end(command, capsys):
     assert "stopping before" in capsys.readouterr().out
 
 
+def test_results_of_several_gpus_become_one(command, tmp_path):
+    command("--variants", "bf16")
+    other = tmp_path / "other.json"
+    records = command("--variants", "bf16", "nvfp4-1d", "--results", str(other))
+    assert len(records) == 1
+    merged = command("--merge", str(other), "--report")
+    assert [r["variant"] for r in merged] == ["bf16", "nvfp4-1d"]
+    assert merged[0] == harness.load_results(other)[0]
+    assert command("--merge", str(other)) == merged
+    assert "| nvfp4-1d |" in (tmp_path / "results" / "loss_gap.md").read_text()
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        command("--merge", str(tmp_path / "missing.json"))
+
+
 def test_increase_and_spread():
     def record(variant, seed, loss):
         common = {"layers": "all", "path": "fake", "settings": "s", "fp4_share": 0.5, "tokens_per_second": 2e6}
