@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from lightning_fp4 import matmul, ops
+from lightning_fp4 import matmul, ops, sharing
 from lightning_fp4.matmul import Operand, Side
 from lightning_fp4.recipes.base import Gemm, HotChannels, Recipe
+from lightning_fp4.sharing import SharedForms
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,10 +65,12 @@ def fp4_linear(
         NotImplementedError: for a weight that is sharded within its GEMMs (tensor parallelism).
     """
     flat = _rows_of(input, weight)
+    shared = sharing.forms_of(input, rng_state)
     if torch.is_grad_enabled():
-        out = _FP4Linear.apply(flat, weight, bias, recipe, rng_state, hot_channels)
+        out = _FP4Linear.apply(flat, weight, bias, recipe, rng_state, hot_channels, shared)
     else:
-        out, _ = _forward(flat, weight, bias, recipe, rng_state, hot_channels, grad_input=False, grad_weight=False)
+        arguments = (flat, weight, bias, recipe, rng_state, hot_channels, shared)
+        out, _ = _forward(*arguments, grad_input=False, grad_weight=False)
     # Not a view, as the output of nn.Linear is none: in-place operations on views lose FSDP2's backward hooks.
     return torch.ops.aten._unsafe_view.default(out, (*input.shape[:-1], weight.shape[0]))
 
@@ -168,18 +172,17 @@ def _forward(
     recipe: Recipe,
     rng_state: Tensor,
     hot_channels: Tensor | None,
+    shared: SharedForms | None,
     *,
     grad_input: bool,
     grad_weight: bool,
 ) -> tuple[Tensor, tuple[Side | None, Side | None]]:
     """The output, and what backward needs: the column forms of input and weight."""
     plan = _plan_forward(recipe, input.device, matmul.needs_packed(recipe.fprop, hot_channels))
-    input_columns: Side | None = None
+    input_rows, input_columns = _input_forms(
+        input, plan.input, plan.wgrad_input if grad_weight else None, rng_state, shared
+    )
     weight_columns: Side | None = None
-    if grad_weight:
-        input_rows, input_columns = matmul.quantize_both(input, plan.input, plan.wgrad_input, rng_state)
-    else:
-        input_rows = matmul.quantize_rows(input, plan.input, rng_state)
     if grad_input:
         weight_rows, weight_columns = matmul.quantize_both(weight, plan.weight, plan.dgrad_weight, rng_state)
     else:
@@ -189,6 +192,32 @@ def _forward(
         bias = mean if bias is None else mean + bias
     out = matmul.patched_multiply(input_rows, weight_rows, recipe.fprop, hot_channels, bias, input.dtype, plan.units)
     return out, (input_columns, weight_columns)
+
+
+def _input_forms(
+    input: Tensor, rows: Operand, columns: Operand | None, rng_state: Tensor, shared: SharedForms | None
+) -> tuple[Side, Side | None]:
+    """The input's row form, and its column form unless that is ``None``; from ``shared`` where they are the same."""
+    if shared is None or rows.quantizer is None or rows.stochastic or (columns is not None and columns.stochastic):
+        return _quantize_input(input, rows, columns, rng_state)
+    key = (input.dtype, rows, columns)
+    forms = shared.get(key)
+    if forms is None:
+        row_form, column_form = _quantize_input(input, rows, columns, rng_state)
+        # Without the input itself, which must not stay alive for this.
+        rest = row_form if row_form.source is not input else dataclasses.replace(row_form, source=None)
+        shared.keep(key, (rest, column_form))
+        return row_form, column_form
+    row_form, column_form = forms
+    return row_form if row_form.source is not None else dataclasses.replace(row_form, source=input), column_form
+
+
+def _quantize_input(
+    input: Tensor, rows: Operand, columns: Operand | None, rng_state: Tensor
+) -> tuple[Side, Side | None]:
+    if columns is None:
+        return matmul.quantize_rows(input, rows, rng_state), None
+    return matmul.quantize_both(input, rows, columns, rng_state)
 
 
 class _FP4Linear(torch.autograd.Function):
@@ -203,11 +232,11 @@ class _FP4Linear(torch.autograd.Function):
         recipe: Recipe,
         rng_state: Tensor,
         hot_channels: Tensor | None,
+        shared: SharedForms | None,
     ) -> Tensor:
         grad_input, grad_weight, grad_bias = ctx.needs_input_grad[:3]
-        out, columns = _forward(
-            input, weight, bias, recipe, rng_state, hot_channels, grad_input=grad_input, grad_weight=grad_weight
-        )
+        arguments = (input, weight, bias, recipe, rng_state, hot_channels, shared)
+        out, columns = _forward(*arguments, grad_input=grad_input, grad_weight=grad_weight)
         # The exact mean of the output gradient meets the weight itself, which is alive anyway.
         center = recipe.dgrad.lhs.center if recipe.dgrad and recipe.dgrad.lhs else None
         _save(ctx, columns, weight if grad_input and center is not None and center.mean == "exact" else None)
@@ -244,7 +273,7 @@ class _FP4Linear(torch.autograd.Function):
             grad_weight = product.to(ctx.weight_dtype)
         if ctx.bias_dtype is not None:
             grad_bias = grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
 def _save(ctx: Any, sides: tuple[Side | None, ...], weight: Tensor | None) -> None:
