@@ -1,10 +1,13 @@
-"""Layers that are given the same tensor, as q/k/v and gate/up are, quantise it once.
+"""What need not be quantised twice: an input that several layers are given, a weight between two optimizer steps.
 
-The quantised input of the layer that ran last is remembered, in each thread, for as long as the tensor itself is alive
-and until another tensor comes. It is used again only by **other** layers, given the very same object with the same
-version and memory on the same stream: a layer that runs a second time starts a new forward pass, in which everything
-is quantised anew, even if the tensor has been written to in ways that PyTorch does not count (a CUDA graph's replay,
-for one).
+Layers that are given the same tensor, as q/k/v and gate/up are, quantise it once (:func:`forms_of`). The quantised
+input of the layer that ran last is remembered, in each thread, for as long as the tensor itself is alive and until
+another tensor comes. It is used again only by **other** layers, given the very same object with the same version and
+memory on the same stream: a layer that runs a second time starts a new forward pass, in which everything is quantised
+anew, even if the tensor has been written to in ways that PyTorch does not count (a CUDA graph's replay, for one).
+
+Weights are kept only where someone promises to say when they change (:class:`WeightForms`): optimizers, averages of
+weights and other code write to them in ways that PyTorch does not count either.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from lightning_fp4 import ops
 
 
 class SharedForms:
-    """What the layers that take one tensor share: its quantised forms."""
+    """The quantised forms of one tensor."""
 
     def __init__(self, source: Tensor, state: tuple) -> None:
         self._state = state
@@ -31,10 +34,14 @@ class SharedForms:
 
     def admit(self, source: Tensor, state: tuple, user: object) -> bool:
         """Whether ``user`` may take what was made from ``source``: the same tensor, unchanged, for the first time."""
-        if self._source() is not source or self._state != state or any(known is user for known in self._users):
+        if not self.is_of(source, state) or any(known is user for known in self._users):
             return False
         self._users.append(user)
         return True
+
+    def is_of(self, source: Tensor, state: tuple) -> bool:
+        """Whether they are those of ``source``, unchanged as far as PyTorch knows."""
+        return self._source() is source and self._state == state
 
     def get(self, key: Any) -> Any:
         """What was kept under ``key``, ``None`` if nothing was."""
@@ -49,6 +56,12 @@ def _state_of(x: Tensor) -> tuple:
     """Changes when ``x`` is written to or given other memory; and with the stream: no other would wait for results."""
     stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
     return x._version, x.data_ptr(), x.shape, x.stride(), x.dtype, stream
+
+
+def _may_keep(x: Tensor) -> bool:
+    if not ops.is_eager((x,)) or x.is_inference():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class _Latest(threading.local):
@@ -69,9 +82,7 @@ def forms_of(source: Tensor, user: object) -> SharedForms | None:
         source: the input, as the layer was given it.
         user: stands for the layer; the same object in each of its forward passes.
     """
-    if not ops.is_eager((source,)) or source.is_inference():
-        return None
-    if source.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not _may_keep(source):
         return None
     state = _state_of(source)
     forms = _latest.forms
@@ -79,3 +90,29 @@ def forms_of(source: Tensor, user: object) -> SharedForms | None:
         forms = _latest.forms = SharedForms(source, state)
         forms.admit(source, state, user)
     return forms
+
+
+class WeightForms:
+    """A layer's quantised weight, kept from one forward pass to the next.
+
+    Whoever gives this to a layer (``layer.fp4_weight_forms``) takes it away before the weight changes. Changes that
+    PyTorch counts, other memory and other recipes are noticed without that. Copies and pickles are empty.
+    """
+
+    def __init__(self) -> None:
+        self._forms: SharedForms | None = None
+
+    def of(self, weight: Tensor) -> SharedForms | None:
+        """Where the forms of ``weight`` are kept; ``None`` where :func:`forms_of` would not share either."""
+        if not _may_keep(weight):
+            return None
+        state = _state_of(weight)
+        if self._forms is None or not self._forms.is_of(weight, state):
+            self._forms = SharedForms(weight, state)
+        return self._forms
+
+    def __deepcopy__(self, memo: dict) -> WeightForms:
+        return WeightForms()
+
+    def __reduce__(self) -> tuple:
+        return WeightForms, ()
