@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from lightning_fp4 import matmul, ops
+from lightning_fp4 import matmul, ops, sharing
 from lightning_fp4.matmul import Operand, Side
 from lightning_fp4.recipes.base import Gemm, HotChannels, Recipe
+from lightning_fp4.sharing import SharedForms, WeightForms
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,6 +42,7 @@ def fp4_linear(
     recipe: Recipe,
     rng_state: Tensor,
     hot_channels: Tensor | None = None,
+    weight_forms: SharedForms | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias`` with the GEMMs of forward and backward as ``recipe`` says.
 
@@ -53,6 +56,7 @@ def fp4_linear(
         rng_state: int64 ``[2]`` on the input's device, from :func:`new_rng_state`; advances once per backward, so a
             forward recomputed by activation checkpointing leads to the same bits.
         hot_channels: int64 ``[k]`` on the input's device, the channels that ``recipe.fprop.hot_channels`` patches.
+        weight_forms: where to take the quantised weight from, and to keep it; see ``WeightForms``.
 
     Returns:
         ``[..., out_features]``.
@@ -63,10 +67,11 @@ def fp4_linear(
         NotImplementedError: for a weight that is sharded within its GEMMs (tensor parallelism).
     """
     flat = _rows_of(input, weight)
+    arguments = (flat, weight, bias, recipe, rng_state, hot_channels, sharing.forms_of(input, rng_state), weight_forms)
     if torch.is_grad_enabled():
-        out = _FP4Linear.apply(flat, weight, bias, recipe, rng_state, hot_channels)
+        out = _FP4Linear.apply(*arguments)
     else:
-        out, _ = _forward(flat, weight, bias, recipe, rng_state, hot_channels, grad_input=False, grad_weight=False)
+        out, _ = _forward(*arguments, grad_input=False, grad_weight=False)
     # Not a view, as the output of nn.Linear is none: in-place operations on views lose FSDP2's backward hooks.
     return torch.ops.aten._unsafe_view.default(out, (*input.shape[:-1], weight.shape[0]))
 
@@ -168,27 +173,49 @@ def _forward(
     recipe: Recipe,
     rng_state: Tensor,
     hot_channels: Tensor | None,
+    shared_input: SharedForms | None,
+    shared_weight: SharedForms | None,
     *,
     grad_input: bool,
     grad_weight: bool,
 ) -> tuple[Tensor, tuple[Side | None, Side | None]]:
     """The output, and what backward needs: the column forms of input and weight."""
     plan = _plan_forward(recipe, input.device, matmul.needs_packed(recipe.fprop, hot_channels))
-    input_columns: Side | None = None
-    weight_columns: Side | None = None
-    if grad_weight:
-        input_rows, input_columns = matmul.quantize_both(input, plan.input, plan.wgrad_input, rng_state)
-    else:
-        input_rows = matmul.quantize_rows(input, plan.input, rng_state)
-    if grad_input:
-        weight_rows, weight_columns = matmul.quantize_both(weight, plan.weight, plan.dgrad_weight, rng_state)
-    else:
-        weight_rows = matmul.quantize_rows(weight, plan.weight, rng_state)
+    input_rows, input_columns = _forms(
+        input, plan.input, plan.wgrad_input if grad_weight else None, rng_state, shared_input
+    )
+    weight_rows, weight_columns = _forms(
+        weight, plan.weight, plan.dgrad_weight if grad_input else None, rng_state, shared_weight
+    )
     mean = matmul.mean_product(input_rows, weight_rows, weight, plan.input.quantizer)
     if mean is not None:
         bias = mean if bias is None else mean + bias
     out = matmul.patched_multiply(input_rows, weight_rows, recipe.fprop, hot_channels, bias, input.dtype, plan.units)
     return out, (input_columns, weight_columns)
+
+
+def _forms(
+    x: Tensor, rows: Operand, columns: Operand | None, rng_state: Tensor, shared: SharedForms | None
+) -> tuple[Side, Side | None]:
+    """The row form of ``x``, and its column form unless that is ``None``; from ``shared`` where they are the same."""
+    if shared is None or rows.quantizer is None or rows.stochastic or (columns is not None and columns.stochastic):
+        return _quantize(x, rows, columns, rng_state)
+    key = (x.dtype, rows, columns)
+    forms = shared.get(key)
+    if forms is None:
+        row_form, column_form = _quantize(x, rows, columns, rng_state)
+        # Without the tensor itself, which must not stay alive for this.
+        rest = row_form if row_form.source is not x else dataclasses.replace(row_form, source=None)
+        shared.keep(key, (rest, column_form))
+        return row_form, column_form
+    row_form, column_form = forms
+    return row_form if row_form.source is not None else dataclasses.replace(row_form, source=x), column_form
+
+
+def _quantize(x: Tensor, rows: Operand, columns: Operand | None, rng_state: Tensor) -> tuple[Side, Side | None]:
+    if columns is None:
+        return matmul.quantize_rows(x, rows, rng_state), None
+    return matmul.quantize_both(x, rows, columns, rng_state)
 
 
 class _FP4Linear(torch.autograd.Function):
@@ -203,11 +230,12 @@ class _FP4Linear(torch.autograd.Function):
         recipe: Recipe,
         rng_state: Tensor,
         hot_channels: Tensor | None,
+        shared_input: SharedForms | None,
+        shared_weight: SharedForms | None,
     ) -> Tensor:
         grad_input, grad_weight, grad_bias = ctx.needs_input_grad[:3]
-        out, columns = _forward(
-            input, weight, bias, recipe, rng_state, hot_channels, grad_input=grad_input, grad_weight=grad_weight
-        )
+        arguments = (input, weight, bias, recipe, rng_state, hot_channels, shared_input, shared_weight)
+        out, columns = _forward(*arguments, grad_input=grad_input, grad_weight=grad_weight)
         # The exact mean of the output gradient meets the weight itself, which is alive anyway.
         center = recipe.dgrad.lhs.center if recipe.dgrad and recipe.dgrad.lhs else None
         _save(ctx, columns, weight if grad_input and center is not None and center.mean == "exact" else None)
@@ -244,7 +272,7 @@ class _FP4Linear(torch.autograd.Function):
             grad_weight = product.to(ctx.weight_dtype)
         if ctx.bias_dtype is not None:
             grad_bias = grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _save(ctx: Any, sides: tuple[Side | None, ...], weight: Tensor | None) -> None:
@@ -293,6 +321,7 @@ class FP4Layer(nn.Module):
         fp4_hot_channels: int64 ``[k]``, the channels that ``recipe.fprop.hot_channels`` patches; picked from the first
             training batch unless ``HotChannelRefresh`` or you set it.
         fp4_channel_scores: float32 ``[in_features]``; while it is set, each training forward adds its scores.
+        fp4_weight_forms: keeps the quantised weight for the next forward; taken away before the weight changes.
     """
 
     fp4_recipe: Recipe
@@ -300,6 +329,7 @@ class FP4Layer(nn.Module):
     fp4_gemm_paths: dict[str, str]
     fp4_hot_channels: Tensor | None = None
     fp4_channel_scores: Tensor | None = None
+    fp4_weight_forms: WeightForms | None = None
 
     def _fp4_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         recipe, device = self.fp4_recipe, input.device
@@ -315,7 +345,8 @@ class FP4Layer(nn.Module):
         channels = None
         if recipe.fprop is not None and recipe.fprop.hot_channels is not None:
             channels = self._fp4_channels(input, weight, recipe.fprop, recipe.fprop.hot_channels)
-        return fp4_linear(input, weight, bias, recipe, self.fp4_rng_state, channels)
+        forms = None if self.fp4_weight_forms is None else self.fp4_weight_forms.of(cast(Tensor, self.weight))
+        return fp4_linear(input, weight, bias, recipe, self.fp4_rng_state, channels, forms)
 
     def _fp4_channels(self, input: Tensor, weight: Tensor, gemm: Gemm, hot: HotChannels) -> Tensor | None:
         """The hot channels on the input's device; picked and scored on the way where that is due."""

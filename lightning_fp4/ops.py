@@ -321,6 +321,32 @@ def select_channels(scores: Tensor, count: int) -> Tensor:
     return _select_channels(scores, count)
 
 
+_PLAIN = (Tensor, Parameter)
+
+
+def is_eager(args: tuple) -> bool:
+    """Whether operators on these arguments run at once and nobody watches them go by.
+
+    Compilers, modes (of tools that count operations, of tracers, of selective checkpointing), function transforms,
+    tensor subclasses and meta tensors act on operators.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    # There are no public ways to ask for these three.
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(not isinstance(x, Tensor) or (type(x) in _PLAIN and not x.is_meta) for x in args)
+
+
+def _is_unobserved(args: tuple) -> bool:
+    """Whether an operator's body does what the operator does on these arguments: they are eager, and no autograd."""
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        return False
+    return is_eager(args)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Registration
 # ----------------------------------------------------------------------------------------------------------------------
@@ -360,29 +386,6 @@ def _outside_autocast(x: Tensor, body: Callable, *args: Any, **kwargs: Any) -> A
         return body(*args, **kwargs)
     finally:
         torch.set_autocast_enabled(device_type, True)
-
-
-_PLAIN = (Tensor, Parameter)
-
-
-def _is_unobserved(args: tuple) -> bool:
-    """Whether an operator's body on these arguments does what the operator does, and nobody would know.
-
-    Compilers, modes (of profilers that count operations, of tracers, of selective checkpointing), function transforms,
-    tensor subclasses, meta tensors and autograd all act on operators.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    # There are no public ways to ask for these three.
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    grad = torch.is_grad_enabled()
-    for x in args:
-        if isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_meta or (grad and x.requires_grad)):
-            return False
-    return True
 
 
 def _storage(

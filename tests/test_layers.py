@@ -14,7 +14,7 @@ LEVELS = [
     {"recipes", "tensor"},
     {"reference", "kernels"},
     {"ops"},
-    {"matmul"},
+    {"matmul", "sharing"},
     {"linear"},
     {"blocks"},
     {"convert"},
