@@ -2,10 +2,10 @@
 
 It reads the same :class:`Recipe` as the package and rounds like its reference, with differences that are each far below
 the error of FP4 itself: decoded values are rounded to the compute dtype (BF16: 2^-9) before they are multiplied and
-before a patch takes their errors; the random bits come from a hash of each element's position and one ``torch.randint``
-a tensor; and a compiler may reorder float32 operations (a tie between codes, or between the scales of four over six, may
-go the other way) and leave out roundings to BF16 in between. ``tests/benchmarks`` holds it to the package's own layers,
-and compiled layers to uncompiled ones.
+before a patch takes their errors; the random bits come from a hash of each element's position and one number a tensor
+from ``torch.randint``; and a compiler may reorder float32 operations (a tie between codes, or between the scales of
+four over six, may go the other way) and leave out roundings to BF16 in between. ``tests/benchmarks`` holds it to the
+package's own layers, and compiled layers to uncompiled ones.
 
 Nothing here makes a quantiser or a recipe while it computes: torch 2.11 cannot trace that, leaves the graph, and then
 runs the whole backward pass uncompiled.

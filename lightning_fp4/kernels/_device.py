@@ -158,11 +158,11 @@ def reciprocal(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def block_encode(byte, global_encode, E8M0: tl.constexpr, ASM: tl.constexpr):
+def block_encode(byte, global_decode, E8M0: tl.constexpr, ASM: tl.constexpr):
     """The float32 factor that maps a block to the E2M1 range."""
     decode = scale_decode(byte, E8M0)
     if not E8M0:
-        decode = decode * reciprocal(global_encode, ASM)
+        decode = decode * global_decode
     return clamp_above(reciprocal(decode, ASM), FLOAT32_MAX)
 
 
@@ -316,12 +316,33 @@ _PACK_E4M3 = tl.constexpr("""{
     cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
     mov.b32 $0, {a, b};
 }""")
-_ROUND_BF16 = tl.constexpr("""{
-    .reg .b32 pair;
-    cvt.rn.bf16x2.f32 pair, $3, $2;
-    shl.b32 $0, pair, 16;
-    and.b32 $1, pair, 0xFFFF0000;
-}""")
+
+
+def _amax_assembly(first: int) -> str:
+    """The largest magnitude of eight pairs ``p0`` .. ``p7`` of BF16, in place, to operand ``first``; keeps NaN."""
+    pairs = range(8)
+    magnitudes = "".join(f"abs.bf16x2 p{i}, p{i}; " for i in pairs)
+    maxima = "".join(f"max.NaN.bf16x2 p0, p0, p{i}; " for i in pairs[1:])
+    return (
+        f"{magnitudes}{maxima}.reg .b32 low, high; shl.b32 low, p0, 16; and.b32 high, p0, 0xFFFF0000; "
+        f"max.NaN.f32 ${first}, low, high; "
+    )
+
+
+def _round_assembly() -> str:
+    """Sixteen float32 rounded to BF16, and the largest magnitude of the results."""
+    convert = "".join(f"cvt.rn.bf16x2.f32 p{i}, ${18 + 2 * i}, ${17 + 2 * i}; " for i in range(8))
+    unpack = "".join(f"shl.b32 ${2 * i}, p{i}, 16; and.b32 ${2 * i + 1}, p{i}, 0xFFFF0000; " for i in range(8))
+    return f"{{ .reg .b32 p<8>; {convert}{unpack}{_amax_assembly(16)}}}"
+
+
+_ROUND_BF16 = tl.constexpr(_round_assembly())
+_ROUND_CONSTRAINTS = tl.constexpr(",".join(["=&f"] * 17 + ["f"] * 16))
+_SEVENTEEN_FLOATS = tl.constexpr((tl.float32,) * 17)
+_PAIRS_AMAX = tl.constexpr(
+    "{ .reg .b32 p<8>; " + "".join(f"mov.b32 p{i}, ${i + 1}; " for i in range(8)) + _amax_assembly(0) + "}"
+)
+_PAIRS_CONSTRAINTS = tl.constexpr(",".join(["=f"] + ["r"] * 8))
 
 
 @triton.jit
@@ -380,20 +401,25 @@ def operand_bits(value, UNITS: tl.constexpr, NATIVE_E4M3: tl.constexpr):
 
 @triton.jit
 def round_to(values, dtype: tl.constexpr, ASM: tl.constexpr):
-    """Round an even number of float32 tensors to the values of another dtype."""
+    """A group of float32 values rounded to those of another dtype, and the largest magnitude of the results."""
     out = ()
-    for i in tl.static_range(len(values) // 2):
-        first = values[2 * i]
-        second = values[2 * i + 1]
-        if dtype == tl.bfloat16 and ASM:
-            first, second = tl.inline_asm_elementwise(
-                _ROUND_BF16, "=r,=r,f,f", [first, second], (tl.float32, tl.float32), is_pure=True, pack=1
+    if dtype == tl.bfloat16 and ASM:
+        amax = tl.zeros_like(values[0])
+        for w in tl.static_range(len(values) // 16):
+            inputs = ()
+            for i in tl.static_range(16):
+                inputs = inputs + (values[16 * w + i],)
+            rounded = tl.inline_asm_elementwise(
+                _ROUND_BF16, _ROUND_CONSTRAINTS, inputs, _SEVENTEEN_FLOATS, is_pure=True, pack=1
             )
-        else:
-            first = round_one(first, dtype)
-            second = round_one(second, dtype)
-        out = out + (first, second)
-    return out
+            for i in tl.static_range(16):
+                out = out + (rounded[i],)
+            amax = rounded[16] if w == 0 else tl.maximum(amax, rounded[16], propagate_nan=tl.PropagateNan.ALL)
+    else:
+        for i in tl.static_range(len(values)):
+            out = out + (round_one(values[i], dtype),)
+        amax = group_amax(out)
+    return out, amax
 
 
 @triton.jit
@@ -406,6 +432,18 @@ def round_one(x, dtype: tl.constexpr):
     elif dtype == tl.float16:
         x = x.to(tl.float16).to(tl.float32)
     return x
+
+
+@triton.jit
+def pairs_amax(pairs):
+    """Largest magnitude of each group, from 32-bit words of two BF16 values; keeps NaN."""
+    for w in tl.static_range(len(pairs) // 8):
+        inputs = ()
+        for i in tl.static_range(8):
+            inputs = inputs + (pairs[8 * w + i],)
+        found = tl.inline_asm_elementwise(_PAIRS_AMAX, _PAIRS_CONSTRAINTS, inputs, tl.float32, is_pure=True, pack=1)
+        amax = found if w == 0 else tl.maximum(amax, found, propagate_nan=tl.PropagateNan.ALL)  # noqa: F821
+    return amax
 
 
 @triton.jit

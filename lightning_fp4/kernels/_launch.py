@@ -66,9 +66,24 @@ def tiles_of(x: Tensor, block_m: int, block_n: int) -> tuple[int, int]:
     return ceil_div(x.shape[0], block_m) * tiles_n, tiles_n
 
 
+_MOST_Y = 32768  # a grid has 65535 programs at most along y and z
+
+
+def grid_of(x: Tensor, block_m: int, block_n: int) -> tuple[int, int, int]:
+    """A grid whose first axis are the tiles along the columns of ``x``; the others are those along its rows."""
+    tiles_m = ceil_div(x.shape[0], block_m)
+    return ceil_div(x.shape[1], block_n), min(tiles_m, _MOST_Y), ceil_div(tiles_m, _MOST_Y)
+
+
 def is_even(x: Tensor, block_m: int, block_n: int) -> bool:
-    """Whether whole tiles cover ``x``."""
-    return x.shape[0] % block_m == 0 and x.shape[1] % block_n == 0
+    """Whether whole tiles cover ``x``, in a grid without programs to spare."""
+    tiles_m = x.shape[0] // block_m
+    return x.shape[0] % block_m == 0 and x.shape[1] % block_n == 0 and (tiles_m <= _MOST_Y or tiles_m % _MOST_Y == 0)
+
+
+def constant_stride(x: Tensor, is_even: bool) -> int:
+    """The distance of the rows of ``x`` where a kernel is worth compiling for it: loads then share one address."""
+    return x.stride(0) if is_even and x.is_contiguous() and x.shape[1] < 2**17 else 0
 
 
 def is_wide(x: Tensor, block_m: int, block_n: int) -> bool:
@@ -101,8 +116,8 @@ class Launcher:
         self.kernel, self.constants, self.warps = kernel, constants, warps
         self._ready: dict[tuple, tuple[Callable, tuple]] = {}
 
-    def __call__(self, programs: int, *arguments: Tensor | int) -> None:
-        """Launch ``programs`` of them on the current stream of the device of the first argument, a tensor."""
+    def __call__(self, programs: int | tuple[int, int, int], *arguments: Tensor | int) -> None:
+        """Launch ``programs`` of them, a count or a grid, on the current stream of the first argument's device."""
         device = arguments[0].get_device()  # type: ignore[union-attr]
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -115,7 +130,7 @@ class Launcher:
             launch, constants = ready
             launch(*arguments, *constants)
             return
-        grid = (programs, 1, 1)
+        grid = (programs, 1, 1) if isinstance(programs, int) else programs
         compiled = self.kernel[grid](*arguments, **self.constants, num_warps=self.warps, enable_fp_fusion=False)
         if compiled is not None:  # the interpreter compiles nothing
             if len(self._ready) >= self._MOST:

@@ -16,6 +16,13 @@ from lightning_fp4.kernels import _device
 
 
 @triton.jit
+def tile_of_program():
+    """``(pid_m, pid_n)`` in int64 of the grid of ``_launch.grid_of``."""
+    pid_m = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    return pid_m, tl.program_id(0).to(tl.int64)
+
+
+@triton.jit
 def corner(stride_m, stride_n, pid_m, pid_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Offset in int64 of the first element of a tile; ``pid_m`` and ``pid_n`` are int64."""
     return pid_m * BLOCK_M * stride_m + pid_n * BLOCK_N * stride_n
@@ -25,7 +32,7 @@ def corner(stride_m, stride_n, pid_m, pid_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.
 def load_words(ptr, stride, offs_m, offs_g, rows, groups, C: tl.constexpr, dtype: tl.constexpr, EVEN: tl.constexpr):
     """Groups of ``C`` neighbours in rows of contiguous memory, by 16-byte loads; ``ptr`` points to int64 words.
 
-    ``stride`` counts words. ``dtype`` is what the words hold.
+    ``stride`` counts words. ``dtype`` is what the words hold. Returns the values, and their bits in 32-bit words.
     """
     BITS: tl.constexpr = dtype.primitive_bitwidth
     WORDS: tl.constexpr = C * BITS // 64
@@ -33,6 +40,7 @@ def load_words(ptr, stride, offs_m, offs_g, rows, groups, C: tl.constexpr, dtype
     first = ptr + (offs_m[None, :] * stride + offs_g[:, None] * WORDS)
     pair = tl.arange(0, 2)[None, None, :]
     values = ()
+    bits = ()
     for i in tl.static_range(WORDS // 2):
         if EVEN:
             loaded = tl.load(first[:, :, None] + (2 * i + pair))
@@ -41,6 +49,7 @@ def load_words(ptr, stride, offs_m, offs_g, rows, groups, C: tl.constexpr, dtype
         words = tl.split(loaded)
         for k in tl.static_range(2):
             word = words[k]
+            bits = bits + (word.to(tl.int32), (word >> 32).to(tl.int32))
             for j in tl.static_range(64 // BITS):
                 if dtype == tl.float32:
                     value = (word >> (32 * j)).to(tl.int32).to(tl.float32, bitcast=True)
@@ -49,36 +58,37 @@ def load_words(ptr, stride, offs_m, offs_g, rows, groups, C: tl.constexpr, dtype
                 else:
                     value = (word >> (16 * j)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
                 values = values + (value,)
-    return values
+    return values, bits
 
 
 @triton.jit
-def _load(ptr, offs_m, offs_n, stride_m, stride_n, rows, columns, EVEN: tl.constexpr):
-    place = ptr + (offs_m * stride_m + offs_n * stride_n)
+def _load(place, mask, EVEN: tl.constexpr):
     if EVEN:
         x = tl.load(place)
     else:
-        x = tl.load(place, mask=(offs_m < rows) & (offs_n < columns), other=0.0)
+        x = tl.load(place, mask=mask, other=0.0)
     return x.to(tl.float32)
 
 
 @triton.jit
 def load_rows(ptr, stride_m, stride_n, offs_m, offs_g, rows, columns, C: tl.constexpr, EVEN: tl.constexpr):
     """Groups of ``C`` neighbours along rows of any strides: tensors ``[groups, BLOCK_M]``."""
+    first = ptr + (offs_m[None, :] * stride_m + (offs_g * C)[:, None] * stride_n)
     values = ()
     for i in tl.static_range(C):
-        offs_n = offs_g[:, None] * C + i
-        values = values + (_load(ptr, offs_m[None, :], offs_n, stride_m, stride_n, rows, columns, EVEN),)
+        mask = (offs_m[None, :] < rows) & (offs_g[:, None] * C + i < columns)
+        values = values + (_load(first + i * stride_n, mask, EVEN),)
     return values
 
 
 @triton.jit
 def load_columns(ptr, stride_m, stride_n, offs_g, offs_n, rows, columns, C: tl.constexpr, EVEN: tl.constexpr):
     """Groups of ``C`` neighbours along columns: tensors ``[groups, BLOCK_N]``."""
+    first = ptr + ((offs_g * C)[:, None] * stride_m + offs_n[None, :] * stride_n)
     values = ()
     for i in tl.static_range(C):
-        offs_m = offs_g[:, None] * C + i
-        values = values + (_load(ptr, offs_m, offs_n[None, :], stride_m, stride_n, rows, columns, EVEN),)
+        mask = (offs_g[:, None] * C + i < rows) & (offs_n[None, :] < columns)
+        values = values + (_load(first + i * stride_m, mask, EVEN),)
     return values
 
 
@@ -165,18 +175,20 @@ def store_words(ptr, words, offs, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def quantize_groups(
-    values, first_out, offs_out, first_g, offs_g, outs, block_count, amax, out_ptr, scale_ptr, seed_ptr, stream,
+    values, block_amax, first_out, offs_out, first_g, offs_g, outs, block_count, amax, global_encode, global_decode,
+    out_ptr, scale_ptr, seed_ptr, stream,
     ENCODED_MAX: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr, R: tl.constexpr, E8M0: tl.constexpr,
     RULE: tl.constexpr, STOCHASTIC: tl.constexpr, CANDIDATES: tl.constexpr, NATIVE_E4M3: tl.constexpr,
     ASM: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Quantise and store a tile; a group is a block, or with ``R`` others along the last axis a square block.
 
-    ``offs_out`` (rows of the output), ``offs_g`` (groups within a row) and ``amax`` (the global maximum) broadcast to
-    the shape of the tensors. They count from ``first_out`` and ``first_g`` (int64), where the tile starts in an output
-    of ``outs`` rows of ``block_count`` groups.
+    ``block_amax`` are the largest magnitudes of the groups.
+
+    ``offs_out`` (rows of the output), ``offs_g`` (groups within a row), and ``amax`` with what ``_device.encode_scale``
+    makes of it and the reciprocal of that, broadcast to the shape of the tensors. The offsets count from ``first_out``
+    and ``first_g`` (int64), where the tile starts in an output of ``outs`` rows of ``block_count`` groups.
     """
-    block_amax = _device.group_amax(values)
     if R > 1:
         bits = over_block_rows(_device.magnitude_bits(block_amax), R, True)
         block_amax = bits.to(tl.float32, bitcast=True)
@@ -188,16 +200,15 @@ def quantize_groups(
         for i in tl.static_range(len(values) // 16):
             w0, w1, w2, w3 = _device.random_words(calls + i, seed_ptr, stream)
             words = words + (w0, w1, w2, w3)
-    global_encode = _device.encode_scale(amax, ENCODED_MAX)
     scales = _device.candidate_scale(block_amax, global_encode, 0, 0, RULE, E8M0, NATIVE_E4M3)
-    factors = _device.block_encode(scales, global_encode, E8M0, ASM)
+    factors = _device.block_encode(scales, global_decode, E8M0, ASM)
     encoded = encode(values, factors, block_amax, words, STOCHASTIC, ASM)
     if CANDIDATES > 1:
         error = squared_error(values, encoded, scales, amax, ENCODED_MAX, R)
         candidate = scales
         for k in tl.static_range(1, CANDIDATES):
             candidate = _device.candidate_scale(block_amax, global_encode, candidate, k, RULE, E8M0, NATIVE_E4M3)
-            factors = _device.block_encode(candidate, global_encode, E8M0, ASM)
+            factors = _device.block_encode(candidate, global_decode, E8M0, ASM)
             other = encode(values, factors, block_amax, words, STOCHASTIC, ASM)
             other_error = squared_error(values, other, candidate, amax, ENCODED_MAX, R)
             is_better = other_error < error

@@ -12,26 +12,25 @@ from torch import Tensor
 
 from lightning_fp4.formats import GlobalScale
 from lightning_fp4.kernels import _device
-from lightning_fp4.kernels._launch import Launcher, check_input, is_even, is_wide, tiles_of
-from lightning_fp4.kernels._tiles import corner, load_columns
+from lightning_fp4.kernels._launch import Launcher, check_input, constant_stride, grid_of, is_even, is_wide
+from lightning_fp4.kernels._tiles import corner, load_columns, tile_of_program
 
 
 @triton.jit
 def _amax_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, stride_m, stride_n, rows, columns, tiles_n, tensor_ptr, row_ptr, column_ptr,
+    x_ptr, stride_m, stride_n, rows, columns, tensor_ptr, row_ptr, column_ptr,
     TENSOR: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, ROTATED: tl.constexpr, HADAMARD: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile into the maxima, which are float32 bits in int32, zero at the start.
 
     ``TENSOR``: one for ``x``. ``ROW``, ``COLUMN``: one for each row and (after the rotation) column. ``ROTATED``: one
     for the rotated ``x``, in the place of ``COLUMN``.
     """
-    pid = tl.program_id(0).to(tl.int64)
-    pid_m = pid // tiles_n
-    pid_n = pid % tiles_n
+    pid_m, pid_n = tile_of_program()
     index_type: tl.constexpr = tl.int64 if WIDE else tl.int32
-    start = x_ptr + corner(stride_m, stride_n, pid_m, pid_n, BLOCK_M, BLOCK_N)
+    row_stride = STRIDE if STRIDE > 0 else stride_m
+    start = x_ptr + corner(row_stride, stride_n, pid_m, pid_n, BLOCK_M, BLOCK_N)
     rows = rows - pid_m * BLOCK_M
     columns = columns - pid_n * BLOCK_N
     row_ptr += pid_m * BLOCK_M
@@ -39,7 +38,7 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
     offs_n = tl.arange(0, BLOCK_N).to(index_type)
     if HADAMARD == 0:
         offs_m = tl.arange(0, BLOCK_M).to(index_type)
-        place = start + (offs_m[:, None] * stride_m + offs_n[None, :] * stride_n)
+        place = start + (offs_m[:, None] * row_stride + offs_n[None, :] * stride_n)
         if EVEN:
             x = tl.load(place)
         else:
@@ -53,7 +52,7 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
             tl.atomic_max(column_ptr + offs_n, tl.max(bits, axis=0), mask=offs_n < columns, sem="relaxed")
     else:
         offs_g = tl.arange(0, BLOCK_M // HADAMARD).to(index_type)
-        values = load_columns(start, stride_m, stride_n, offs_g, offs_n, rows, columns, HADAMARD, EVEN)
+        values = load_columns(start, row_stride, stride_n, offs_g, offs_n, rows, columns, HADAMARD, EVEN)
         if TENSOR:
             plain = _device.magnitude_bits(_device.group_amax(values))
             tl.atomic_max(tensor_ptr, tl.max(tl.max(plain, axis=1), axis=0), sem="relaxed")
@@ -100,14 +99,14 @@ def amax(
     bits = torch.zeros((sum(sizes), 1), dtype=torch.int32, device=x.device)
     if bits.shape[0] and x.numel():
         block_m, block_n = (128, 64) if hadamard else (64, 128)
-        programs, tiles_n = tiles_of(x, block_m, block_n)
+        even = is_even(x, block_m, block_n)
         rotate = hadamard if hadamard and columns else 0
         launch = _launcher(
             _amax_kernel, TENSOR=plain, ROW=rows == "row", COLUMN=columns == "row", ROTATED=rotated,
-            HADAMARD=rotate, EVEN=is_even(x, block_m, block_n), WIDE=is_wide(x, block_m, block_n),
+            HADAMARD=rotate, EVEN=even, WIDE=is_wide(x, block_m, block_n), STRIDE=constant_stride(x, even),
             BLOCK_M=block_m, BLOCK_N=block_n,
         )  # fmt: skip
-        launch(programs, x, *x.stride(), *x.shape, tiles_n, *bits.split_with_sizes(sizes))
+        launch(grid_of(x, block_m, block_n), x, *x.stride(), *x.shape, *bits.split_with_sizes(sizes))
     of_tensor, of_rows, of_columns = bits.view(torch.float32).split_with_sizes(sizes)
     by_rows = {None: None, "tensor": of_tensor, "row": of_rows}[rows]
     by_columns = {None: None, "tensor": of_columns if hadamard else of_tensor, "row": of_columns}[columns]
