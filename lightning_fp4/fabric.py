@@ -16,8 +16,8 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
     """Compute linear layers in four bits under Fabric: ``Fabric(plugins=[FP4Precision("nvfp4")])``.
 
     ``fabric.setup(model, optimizer)`` converts the model in place; the optimizer may be made before or after. Arguments
-    and errors are those of ``lightning_fp4.FP4Precision``, without ``eval_precision``. To resume with the same random
-    bits add the plugin to what you save::
+    and errors are those of ``lightning_fp4.FP4Precision``, without ``eval_precision`` and ``reuse_weights``. To resume
+    with the same random bits add the plugin to what you save::
 
         state = {"model": model, "optimizer": optimizer, "precision": fabric.strategy.precision}
         fabric.save(path, state)

@@ -289,5 +289,5 @@ def test_precision_flag_beside_the_plugin():
 
 def test_arguments_are_those_of_the_trainer_plugin():
     ours, theirs = (inspect.signature(cls).parameters for cls in (FP4Precision, lightning_fp4.FP4Precision))
-    assert [*ours, "eval_precision"] == [*theirs]
+    assert [*ours, "eval_precision", "reuse_weights"] == [*theirs]
     assert all(ours[name] == theirs[name] for name in ours)

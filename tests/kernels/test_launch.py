@@ -1,12 +1,18 @@
 """Launching without Triton's binder: the compiled kernel that Triton would take, the arguments that it would pass."""
 
+import importlib
 import itertools
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
 from lightning_fp4.kernels._launch import Launcher
+
+FINISH = importlib.import_module("lightning_fp4.kernels.finish")
 
 
 class _Kernel:
@@ -75,3 +81,48 @@ def test_memory_is_bounded(monkeypatch):
         launch(1, x, x, n, 1)
     assert len(launch._ready) <= 4
     assert [arguments[2] for _, arguments in kernel.launched] == list(range(40))
+
+
+class _Driver:
+    """A CUDA driver without CUDA: loads nothing, and notes what it is told to launch."""
+
+    class utils:
+        load_binary = staticmethod(lambda *_: (1, 2, 10, 0, 1024))
+        get_device_properties = staticmethod(lambda _: {"max_shared_mem": 232448, "max_num_regs": 65536})
+
+    def __init__(self):
+        self.launched = []
+        self.launcher_cls = lambda source, metadata: lambda *arguments: self.launched.append(arguments)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 7
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton would keep what was compiled for no device")
+def test_the_launcher_passes_what_triton_passes(monkeypatch):
+    monkeypatch.setattr(FINISH, "check_device", lambda _: None)
+    sums, factor, bias = torch.zeros(19, 300), torch.ones(1, 1), torch.zeros(300).bfloat16()
+    fake = _Driver()
+    FINISH._launcher.cache_clear()
+    monkeypatch.setattr(driver, "_active", fake)
+    for _ in range(2):
+        out = FINISH.finish(sums, factor, factor, bias, torch.bfloat16)
+    FINISH._launcher.cache_clear()
+    by_triton, by_launcher = fake.launched
+    assert out.shape == (19, 300)
+    assert len(by_triton) == len(by_launcher)
+    tensors = 0
+    for a, b in zip(by_triton, by_launcher, strict=True):
+        if isinstance(a, torch.Tensor):
+            tensors += 1
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            assert a is b or a.data_ptr() != sums.data_ptr()
+        elif type(a).__name__ != "LazyDict":  # metadata for profilers' hooks
+            assert a == b
+    assert tensors == 5
