@@ -81,11 +81,6 @@ def is_even(x: Tensor, block_m: int, block_n: int) -> bool:
     return x.shape[0] % block_m == 0 and x.shape[1] % block_n == 0 and (tiles_m <= _MOST_Y or tiles_m % _MOST_Y == 0)
 
 
-def constant_stride(x: Tensor, is_even: bool) -> int:
-    """The distance of the rows of ``x`` where a kernel is worth compiling for it: loads then share one address."""
-    return x.stride(0) if is_even and x.is_contiguous() and x.shape[1] < 2**17 else 0
-
-
 def is_wide(x: Tensor, block_m: int, block_n: int) -> bool:
     """Whether offsets within a tile of ``x``, or of its row form or column form, may exceed 32 bits."""
     steps = (block_m * x.stride(0) + block_n * x.stride(1), block_m * x.shape[1], block_n * x.shape[0])
@@ -108,12 +103,14 @@ class Launcher:
         kernel: a ``@triton.jit`` function whose constants come last.
         constants: their values, by name.
         warps: of each program.
+        registers: that a thread may use at most, ``None`` to leave it to the compiler.
     """
 
     _MOST = 1024  # remembered at once; token counts may differ from step to step
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], warps: int = 4) -> None:
-        self.kernel, self.constants, self.warps = kernel, constants, warps
+    def __init__(self, kernel: Any, constants: dict[str, Any], warps: int = 4, registers: int | None = None) -> None:
+        self.kernel, self.constants = kernel, constants
+        self.options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
         self._ready: dict[tuple, tuple[Callable, tuple]] = {}
 
     def __call__(self, programs: int | tuple[int, int, int], *arguments: Tensor | int) -> None:
@@ -131,7 +128,7 @@ class Launcher:
             launch(*arguments, *constants)
             return
         grid = (programs, 1, 1) if isinstance(programs, int) else programs
-        compiled = self.kernel[grid](*arguments, **self.constants, num_warps=self.warps, enable_fp_fusion=False)
+        compiled = self.kernel[grid](*arguments, **self.constants, **self.options)
         if compiled is not None:  # the interpreter compiles nothing
             if len(self._ready) >= self._MOST:
                 self._ready.clear()

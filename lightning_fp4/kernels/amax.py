@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fp4.formats import GlobalScale
 from lightning_fp4.kernels import _device
-from lightning_fp4.kernels._launch import Launcher, check_input, constant_stride, grid_of, is_even, is_wide
+from lightning_fp4.kernels._launch import Launcher, check_input, grid_of, is_even, is_wide
 from lightning_fp4.kernels._tiles import corner, load_columns, tile_of_program
 
 
@@ -20,7 +20,7 @@ from lightning_fp4.kernels._tiles import corner, load_columns, tile_of_program
 def _amax_kernel(  # type: ignore[no-untyped-def]
     x_ptr, stride_m, stride_n, rows, columns, tensor_ptr, row_ptr, column_ptr,
     TENSOR: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, ROTATED: tl.constexpr, HADAMARD: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile into the maxima, which are float32 bits in int32, zero at the start.
 
@@ -29,8 +29,7 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
     """
     pid_m, pid_n = tile_of_program()
     index_type: tl.constexpr = tl.int64 if WIDE else tl.int32
-    row_stride = STRIDE if STRIDE > 0 else stride_m
-    start = x_ptr + corner(row_stride, stride_n, pid_m, pid_n, BLOCK_M, BLOCK_N)
+    start = x_ptr + corner(stride_m, stride_n, pid_m, pid_n, BLOCK_M, BLOCK_N)
     rows = rows - pid_m * BLOCK_M
     columns = columns - pid_n * BLOCK_N
     row_ptr += pid_m * BLOCK_M
@@ -38,7 +37,7 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
     offs_n = tl.arange(0, BLOCK_N).to(index_type)
     if HADAMARD == 0:
         offs_m = tl.arange(0, BLOCK_M).to(index_type)
-        place = start + (offs_m[:, None] * row_stride + offs_n[None, :] * stride_n)
+        place = start + (offs_m[:, None] * stride_m + offs_n[None, :] * stride_n)
         if EVEN:
             x = tl.load(place)
         else:
@@ -52,7 +51,7 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
             tl.atomic_max(column_ptr + offs_n, tl.max(bits, axis=0), mask=offs_n < columns, sem="relaxed")
     else:
         offs_g = tl.arange(0, BLOCK_M // HADAMARD).to(index_type)
-        values = load_columns(start, row_stride, stride_n, offs_g, offs_n, rows, columns, HADAMARD, EVEN)
+        values = load_columns(start, stride_m, stride_n, offs_g, offs_n, rows, columns, HADAMARD, EVEN)
         if TENSOR:
             plain = _device.magnitude_bits(_device.group_amax(values))
             tl.atomic_max(tensor_ptr, tl.max(tl.max(plain, axis=1), axis=0), sem="relaxed")
@@ -62,7 +61,7 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
                 by_row = tl.max(_device.magnitude_bits(values[i]), axis=1)
                 tl.atomic_max(row_ptr + offs_m, by_row, mask=offs_m < rows, sem="relaxed")
         # Rounding is monotonic, so rounding the maximum is as good as rounding all.
-        rotated = _device.group_amax(_device.rotate(values, HADAMARD))
+        rotated = _device.group_amax(_device.rotate(values, HADAMARD, x_ptr.dtype.element_ty))
         rotated = _device.magnitude_bits(_device.round_one(rotated, x_ptr.dtype.element_ty))
         if ROTATED:
             tl.atomic_max(column_ptr, tl.max(tl.max(rotated, axis=1), axis=0), sem="relaxed")
@@ -99,11 +98,10 @@ def amax(
     bits = torch.zeros((sum(sizes), 1), dtype=torch.int32, device=x.device)
     if bits.shape[0] and x.numel():
         block_m, block_n = (128, 64) if hadamard else (64, 128)
-        even = is_even(x, block_m, block_n)
         rotate = hadamard if hadamard and columns else 0
         launch = _launcher(
             _amax_kernel, TENSOR=plain, ROW=rows == "row", COLUMN=columns == "row", ROTATED=rotated,
-            HADAMARD=rotate, EVEN=even, WIDE=is_wide(x, block_m, block_n), STRIDE=constant_stride(x, even),
+            HADAMARD=rotate, EVEN=is_even(x, block_m, block_n), WIDE=is_wide(x, block_m, block_n),
             BLOCK_M=block_m, BLOCK_N=block_n,
         )  # fmt: skip
         launch(grid_of(x, block_m, block_n), x, *x.stride(), *x.shape, *bits.split_with_sizes(sizes))

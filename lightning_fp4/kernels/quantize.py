@@ -18,7 +18,6 @@ from lightning_fp4.kernels._launch import (
     candidate_count,
     ceil_div,
     check_input,
-    constant_stride,
     grid_of,
     has_e4m3,
     is_even,
@@ -37,7 +36,7 @@ from lightning_fp4.kernels.amax import amax
 from lightning_fp4.quantizer import Quantizer, Rounding, ScaleRule
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units, operand_shift
 
-_BLOCK_M, _BLOCK_N, _TILES, _WARPS = 64, 64, 4, 4
+_BLOCK_M, _BLOCK_N, _WARPS, _REGISTERS = 64, 64, 4, None
 
 
 @triton.jit
@@ -78,85 +77,71 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     COLUMN_R: tl.constexpr, COLUMN_C: tl.constexpr, COLUMN_E8M0: tl.constexpr, COLUMN_RULE: tl.constexpr,
     COLUMN_STOCHASTIC: tl.constexpr, COLUMN_CANDIDATES: tl.constexpr,
     HADAMARD: tl.constexpr, WORDS: tl.constexpr, NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """``TILES`` tiles of ``x`` ``[rows, columns]``, one below the other, to the forms with ``UNITS`` not ``"none"``.
+    """One tile of ``x`` ``[rows, columns]`` to the forms whose ``UNITS`` are not ``"none"``.
 
     With ``WORDS`` the rows are contiguous and whole numbers of groups, and ``word_ptr`` is ``x_ptr`` to int64. With
-    ``WIDE`` offsets within a tile may exceed 32 bits. ``STRIDE`` is ``stride_m`` if it is to be a constant.
+    ``WIDE`` offsets within a tile may exceed 32 bits.
     """
-    first_pid_m, pid_n = tile_of_program()
-    first_pid_m = first_pid_m * TILES
+    pid_m, pid_n = tile_of_program()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     index_type: tl.constexpr = tl.int64 if WIDE else tl.int32
-    row_stride = STRIDE if STRIDE > 0 else stride_m
+    first_m = pid_m * BLOCK_M
     first_n = pid_n * BLOCK_N
     offs_m = tl.arange(0, BLOCK_M).to(index_type)
     offs_n = tl.arange(0, BLOCK_N).to(index_type)
-    row_groups = (columns + ROW_C - 1) // ROW_C
-    column_groups = (rows + COLUMN_C - 1) // COLUMN_C
-    in_columns = first_n + offs_n < columns
-    row_amax, row_encode, row_decode = load_globals(
-        row_amax_ptr, first_n + offs_m, first_n + offs_m < 0, ROW_MAX, "none" if ROW_BY == "row" else ROW_BY, ASM
-    )  # of all rows; those of each row follow in the loop
-    column_amax, column_encode, column_decode = load_globals(
-        column_amax_ptr, first_n + offs_n, in_columns, COLUMN_MAX, COLUMN_BY, ASM
-    )
-    if pid_n == 0 and first_pid_m == 0 and ROW_UNITS != "packed" and ROW_BY == "tensor":
-        store_factor(row_factor_ptr, row_amax, offs_m, offs_m < 0, ROW_MAX, ROW_SHIFT, ROW_BY)
-    if first_pid_m == 0 and (pid_n == 0 or COLUMN_BY == "row") and COLUMN_UNITS != "packed" and COLUMN_BY != "none":
-        store_factor(column_factor_ptr, column_amax, first_n + offs_n, in_columns, COLUMN_MAX, COLUMN_SHIFT, COLUMN_BY)
-    for tile in range(TILES):
-        pid_m = first_pid_m + tile
-        first_m = pid_m * BLOCK_M
-        start = x_ptr + corner(row_stride, stride_n, pid_m, pid_n, BLOCK_M, BLOCK_N)
-        if ROW_UNITS != "none":
-            first_g = pid_n * (BLOCK_N // ROW_C)
-            offs_g = tl.arange(0, BLOCK_N // ROW_C).to(index_type)
-            if WORDS:
-                PER_WORD: tl.constexpr = 64 // dtype.primitive_bitwidth
-                stride = row_stride // PER_WORD
-                words = word_ptr + corner(stride, 1, pid_m, pid_n, BLOCK_M, BLOCK_N // PER_WORD)
-                values, pairs = load_words(
-                    words, stride, offs_m, offs_g, rows - first_m, row_groups - first_g, ROW_C, dtype, EVEN
-                )
-            else:
-                values = load_rows(
-                    start, row_stride, stride_n, offs_m, offs_g, rows - first_m, columns - first_n, ROW_C, EVEN
-                )
-            if WORDS and dtype == tl.bfloat16 and ASM:
-                block_amax = _device.pairs_amax(pairs)
-            else:
-                block_amax = _device.group_amax(values)
-            if ROW_BY == "row":
-                in_rows = first_m + offs_m < rows
-                row_amax, row_encode, row_decode = load_globals(
-                    row_amax_ptr, first_m + offs_m, in_rows, ROW_MAX, ROW_BY, ASM
-                )
-                if pid_n == 0 and ROW_UNITS != "packed":
-                    store_factor(row_factor_ptr, row_amax, first_m + offs_m, in_rows, ROW_MAX, ROW_SHIFT, ROW_BY)
-            quantize_groups(
-                values, block_amax, first_m, offs_m[None, :], first_g, offs_g[:, None], rows, row_groups,
-                row_amax[None, :], row_encode[None, :], row_decode[None, :],
-                row_out_ptr, row_scale_ptr, seed_ptr, row_stream, ROW_MAX, ROW_UNITS, ROW_SHIFT, ROW_R, ROW_E8M0,
-                ROW_RULE, ROW_STOCHASTIC, ROW_CANDIDATES, NATIVE_E4M3, ASM, EVEN,
-            )  # fmt: skip
-        if COLUMN_UNITS != "none":
-            first_g = pid_m * (BLOCK_M // COLUMN_C)
-            offs_g = tl.arange(0, BLOCK_M // COLUMN_C).to(index_type)
-            values = load_columns(
-                start, row_stride, stride_n, offs_g, offs_n, rows - first_m, columns - first_n, COLUMN_C, EVEN
+    start = x_ptr + corner(stride_m, stride_n, pid_m, pid_n, BLOCK_M, BLOCK_N)
+    if ROW_UNITS != "none":
+        first_g = pid_n * (BLOCK_N // ROW_C)
+        offs_g = tl.arange(0, BLOCK_N // ROW_C).to(index_type)
+        groups = (columns + ROW_C - 1) // ROW_C
+        if WORDS:
+            PER_WORD: tl.constexpr = 64 // dtype.primitive_bitwidth
+            stride = stride_m // PER_WORD
+            words = word_ptr + corner(stride, 1, pid_m, pid_n, BLOCK_M, BLOCK_N // PER_WORD)
+            values, pairs = load_words(
+                words, stride, offs_m, offs_g, rows - first_m, groups - first_g, ROW_C, dtype, EVEN
             )
-            if HADAMARD > 0:
-                values, block_amax = _device.round_to(_device.rotate(values, HADAMARD), dtype, ASM)
-            else:
-                block_amax = _device.group_amax(values)
-            quantize_groups(
-                values, block_amax, first_n, offs_n[None, :], first_g, offs_g[:, None], columns, column_groups,
-                column_amax[None, :], column_encode[None, :], column_decode[None, :],
-                column_out_ptr, column_scale_ptr, seed_ptr, column_stream, COLUMN_MAX, COLUMN_UNITS, COLUMN_SHIFT,
-                COLUMN_R, COLUMN_E8M0, COLUMN_RULE, COLUMN_STOCHASTIC, COLUMN_CANDIDATES, NATIVE_E4M3, ASM, EVEN,
-            )  # fmt: skip
+        else:
+            values = load_rows(
+                start, stride_m, stride_n, offs_m, offs_g, rows - first_m, columns - first_n, ROW_C, EVEN
+            )
+        if WORDS and dtype == tl.bfloat16 and ASM:
+            block_amax = _device.pairs_amax(pairs)
+        else:
+            block_amax = _device.group_amax(values)
+        in_rows = first_m + offs_m < rows
+        amax, encode, decode = load_globals(row_amax_ptr, first_m + offs_m, in_rows, ROW_MAX, ROW_BY, ASM)
+        if ROW_UNITS != "packed" and pid_n == 0 and (ROW_BY == "row" or pid_m == 0):
+            store_factor(row_factor_ptr, amax, first_m + offs_m, in_rows, ROW_MAX, ROW_SHIFT, ROW_BY)
+        quantize_groups(
+            values, block_amax, first_m, offs_m[None, :], first_g, offs_g[:, None], rows, groups,
+            amax[None, :], encode[None, :], decode[None, :], row_out_ptr, row_scale_ptr, seed_ptr, row_stream,
+            ROW_MAX, ROW_UNITS, ROW_SHIFT, ROW_R, ROW_E8M0, ROW_RULE, ROW_STOCHASTIC, ROW_CANDIDATES,
+            NATIVE_E4M3, ASM, EVEN,
+        )  # fmt: skip
+    if COLUMN_UNITS != "none":
+        first_g = pid_m * (BLOCK_M // COLUMN_C)
+        offs_g = tl.arange(0, BLOCK_M // COLUMN_C).to(index_type)
+        groups = (rows + COLUMN_C - 1) // COLUMN_C
+        values = load_columns(
+            start, stride_m, stride_n, offs_g, offs_n, rows - first_m, columns - first_n, COLUMN_C, EVEN
+        )
+        if HADAMARD > 0:
+            values, block_amax = _device.round_to(_device.rotate(values, HADAMARD, dtype), dtype, ASM)
+        else:
+            block_amax = _device.group_amax(values)
+        in_columns = first_n + offs_n < columns
+        amax, encode, decode = load_globals(column_amax_ptr, first_n + offs_n, in_columns, COLUMN_MAX, COLUMN_BY, ASM)
+        if COLUMN_UNITS != "packed" and pid_m == 0 and (COLUMN_BY == "row" or pid_n == 0):
+            store_factor(column_factor_ptr, amax, first_n + offs_n, in_columns, COLUMN_MAX, COLUMN_SHIFT, COLUMN_BY)
+        quantize_groups(
+            values, block_amax, first_n, offs_n[None, :], first_g, offs_g[:, None], columns, groups,
+            amax[None, :], encode[None, :], decode[None, :], column_out_ptr, column_scale_ptr, seed_ptr, column_stream,
+            COLUMN_MAX, COLUMN_UNITS, COLUMN_SHIFT, COLUMN_R, COLUMN_E8M0, COLUMN_RULE, COLUMN_STOCHASTIC,
+            COLUMN_CANDIDATES, NATIVE_E4M3, ASM, EVEN,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,10 +193,12 @@ def _layout(block_format: str, rounding: Rounding, scale_rule: ScaleRule, units:
 
 
 @functools.cache
-def _launcher(kernel: Any, rows: _Layout | None, columns: _Layout | None, warps: int, **constants: Any) -> Launcher:
+def _launcher(
+    kernel: Any, rows: _Layout | None, columns: _Layout | None, warps: int, registers: int | None, **constants: Any
+) -> Launcher:
     by_rows = {f"ROW_{name}": value for name, value in (rows.constants if rows else _UNUSED).items()}
     by_columns = {f"COLUMN_{name}": value for name, value in (columns.constants if columns else _UNUSED).items()}
-    return Launcher(kernel, {**by_rows, **by_columns, **constants, "ASM": not is_interpreted()}, warps)
+    return Launcher(kernel, {**by_rows, **by_columns, **constants, "ASM": not is_interpreted()}, warps, registers)
 
 
 class _Output:
@@ -301,18 +288,17 @@ def quantize_both(
     by_columns = None if columns is None else _Output(x, columns, column_amax, x.shape[1], x.shape[0])
     outputs = [output for output in (by_rows, by_columns) if output is not None]
     if outputs and x.numel():
-        even = is_even(x, _BLOCK_M * _TILES, _BLOCK_N)
         words = by_rows is not None and _is_word_aligned(x, by_rows.layout.block_columns)
         launch = _launcher(
             _quantize_kernel,
             None if by_rows is None else by_rows.layout, None if by_columns is None else by_columns.layout,
             HADAMARD=hadamard if hadamard and columns else 0, WORDS=words, NATIVE_E4M3=has_e4m3(x),
-            EVEN=even, WIDE=is_wide(x, _BLOCK_M, _BLOCK_N), STRIDE=constant_stride(x, even), TILES=_TILES,
-            BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, warps=_WARPS,
+            EVEN=is_even(x, _BLOCK_M, _BLOCK_N), WIDE=is_wide(x, _BLOCK_M, _BLOCK_N),
+            BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, warps=_WARPS, registers=_REGISTERS,
         )  # fmt: skip
         unused = (x, x, x, x, 0)
         launch(
-            grid_of(x, _BLOCK_M * _TILES, _BLOCK_N), x, x.view(torch.int64) if words else x, *x.stride(), *x.shape,
+            grid_of(x, _BLOCK_M, _BLOCK_N), x, x.view(torch.int64) if words else x, *x.stride(), *x.shape,
             x if seed is None else seed,
             *(unused if by_rows is None else by_rows.arguments()),
             *(unused if by_columns is None else by_columns.arguments()),

@@ -37,10 +37,11 @@ def rotate(x: Tensor, size: int) -> Tensor:
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -columns % size))
     groups = padded.shape[1] // size
-    values = padded.reshape(rows, groups, size) * torch.tensor(_SIGNS[:size], device=x.device)
+    # Scaled first, so that no sum overflows that has no need to.
+    values = padded.reshape(rows, groups, size) * size**-0.5 * torch.tensor(_SIGNS[:size], device=x.device)
     half = 1
     while half < size:
         first, second = values.reshape(rows, groups, size // (2 * half), 2, half).unbind(3)
         values = torch.stack((first + second, first - second), dim=3)
         half *= 2
-    return (values.reshape(padded.shape) * size**-0.5).to(x.dtype)
+    return values.reshape(padded.shape).to(x.dtype)

@@ -69,7 +69,8 @@ def _compile(launch, architecture):
         signature[name], constants[(names.index(name),)] = "constexpr", options[name]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(source, target=target, options={"num_warps": options["num_warps"], "enable_fp_fusion": False})
+    names = ("num_warps", "maxnreg", "enable_fp_fusion")
+    return triton.compile(source, target=target, options={name: options.get(name) for name in names})
 
 
 def _launch_quantize(monkeypatch, architecture, dtype, rows, columns, hadamard, units):
