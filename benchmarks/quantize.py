@@ -82,7 +82,14 @@ def main() -> None:
     if arguments.sweep:
         module = importlib.import_module("lightning_fp4.kernels.quantize")
         results["sweep_us"] = {}
-        for tile in [(64, 64, 4, 4), (64, 64, 1, 4), (128, 64, 2, 4), (128, 64, 2, 8), (128, 32, 4, 4), (64, 128, 4, 8)]:
+        for tile in [
+            (64, 64, 4, 4),
+            (64, 64, 1, 4),
+            (128, 64, 2, 4),
+            (128, 64, 2, 8),
+            (128, 32, 4, 4),
+            (64, 128, 4, 8),
+        ]:
             module._BLOCK_M, module._BLOCK_N, module._TILES, module._WARPS = tile
             picked = {name: median_ms(made[name][0], repeats=10) * 1e3 for name in list(made)[:4]}
             results["sweep_us"][str(tile)] = {name: round(us, 1) for name, us in picked.items()}
