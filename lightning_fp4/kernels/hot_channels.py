@@ -33,7 +33,7 @@ from lightning_fp4.kernels._tiles import (
 from lightning_fp4.quantizer import Quantizer, Rounding
 from lightning_fp4.tensor import Patch, operand_shift
 
-_BLOCK_M, _GROUPS, _WARPS = 32, 4, 4
+_BLOCK_M, _GROUPS, _WARPS = 32, 2, 8
 
 
 @triton.jit
@@ -156,8 +156,8 @@ def _patch_kernel(  # type: ignore[no-untyped-def]
         second = _in_groups(residual if SECOND == "residual" else value, C)
         quantize_groups(
             second, _device.group_amax(second), first_m, offs_m[None, :], first_g, offs_g, rows, patch_count,
-            out_stride, maximum, global_encode, global_decode, out_ptr + patch_count * OUT_WORDS, out_ptr, seed_ptr, stream, MAX,
-            UNITS, SHIFT, R, E8M0, RULE, False, CANDIDATES, NATIVE_E4M3, ASM, False,
+            out_stride, maximum, global_encode, global_decode, out_ptr + patch_count * OUT_WORDS, out_ptr,
+            seed_ptr, stream, MAX, UNITS, SHIFT, R, E8M0, RULE, False, CANDIDATES, NATIVE_E4M3, ASM, False,
         )  # fmt: skip
 
 
