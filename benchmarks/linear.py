@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from _timing import environment, medians_ms, write_results
 
-from lightning_fp4 import Recipe, convert_to_fp4, get_recipe, ops
+from lightning_fp4 import HotChannels, Recipe, convert_to_fp4, get_recipe, ops
 from lightning_fp4.linear import FP4Linear
 from lightning_fp4.matmul import units_of
+from lightning_fp4.tensor import Patch
 
 SIZES = [(2048, 2048), (4096, 4096), (4096, 14336), (14336, 4096)]
 RECIPES = {
@@ -23,7 +24,12 @@ RECIPES = {
     "nvfp4 closed (exact on fp8)": get_recipe("nvfp4", forward_scale="closed", gradient_scale="closed_up"),
     "nvfp4 four_over_six units=fp8": get_recipe("nvfp4", forward_scale="four_over_six", units="fp8"),
     "nvfp4 units=bf16": get_recipe("nvfp4", units="bf16"),
+    "averis units=fp8": get_recipe("averis", units="fp8"),
+    "chon units=fp8": get_recipe("chon", units="fp8"),
+    "chon averis units=fp8": get_recipe("chon", units="fp8", averis=True),
 }
+#: What these may take, in units of the time of "nvfp4 units=fp8", to which they add.
+TARGETS = {"averis units=fp8": 1.06, "chon units=fp8": 1.25}
 
 
 def layer(in_features: int, out_features: int, recipe: Recipe | None) -> torch.nn.Module:
@@ -74,6 +80,9 @@ def stages(tokens: int, k: int, n: int, recipe: Recipe) -> dict[str, float]:
         d, recipe.dgrad.lhs, wgrad.lhs, hadamard=wgrad.hadamard, seed=seed, units=(units, units)
     )
     x_operand, w_operand = ops.operand(x_columns, units), ops.operand(w_columns, units)
+    mean, d_mean, sums = ops.token_mean(x), ops.token_mean(d), torch.randn(n, k, device=device)
+    channels = torch.randperm(k, device=device)[: HotChannels().count(k)].sort().values
+    patch = Patch(channels=channels, parts=("residual", "value"))
     from lightning_fp4.kernels import amax
 
     calls = {
@@ -85,6 +94,19 @@ def stages(tokens: int, k: int, n: int, recipe: Recipe) -> dict[str, float]:
         "quantise D both (with amax)": lambda: ops.quantize_both(
             d, recipe.dgrad.lhs, wgrad.lhs, hadamard=wgrad.hadamard, seed=seed, units=(units, units)
         ),
+        "mean of X": lambda: ops.token_mean(x),
+        "quantise X both, centred (with amax)": lambda: ops.quantize_both(
+            x, fprop.lhs, wgrad.rhs, hadamard=wgrad.hadamard, units=(units, None), mean=mean
+        ),
+        "quantise X both, patched (with amax)": lambda: ops.quantize_both(
+            x, fprop.lhs, wgrad.rhs, hadamard=wgrad.hadamard, units=(units, None), patch=patch
+        ),
+        "quantise W both, patched (with amax)": lambda: ops.quantize_both(
+            w, fprop.rhs, recipe.dgrad.rhs, units=(units, None), patch=patch
+        ),
+        "mean times W": lambda: ops.times_matrix(mean, w),
+        "mean times W.T": lambda: ops.times_matrix(d_mean, w.T),
+        "outer product of means": lambda: ops.add_outer(sums, d_mean, mean, tokens, torch.bfloat16),
         "decode X columns": lambda: ops.operand(x_columns, units),
         "decode W columns": lambda: ops.operand(w_columns, units),
         "fprop GEMM": lambda: ops.gemm(x_rows, w_rows, None, torch.bfloat16),
@@ -126,6 +148,10 @@ def measure(tokens: int, k: int, n: int) -> dict[str, Any]:
             f"{k:>5} -> {n:<5} {name:<30} {ms:7.3f} ms, BF16 {baseline:7.3f}: {baseline / ms:.2f}x (host {host} ms)",
             flush=True,
         )
+    base = result["recipes"]["nvfp4 units=fp8"]["ms"]
+    for name, target in TARGETS.items():
+        cost = result["recipes"][name]["over_nvfp4"] = round(result["recipes"][name]["ms"] / base, 3)
+        print(f"{k:>5} -> {n:<5} {name:<30} {cost:.3f} of nvfp4's time, target {target}", flush=True)
     return result
 
 
@@ -144,7 +170,7 @@ def main() -> None:
             for name in ("nvfp4 units=fp8", "nvfp4 closed (exact on fp8)")
         }
         for name, parts in results["stages_us"].items():
-            print(name, *(f"\n  {part:<30}{us:9.1f} us" for part, us in parts.items()), sep="")
+            print(name, *(f"\n  {part:<38}{us:9.1f} us" for part, us in parts.items()), sep="")
     print(write_results("linear", results))
 
 

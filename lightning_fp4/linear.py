@@ -19,7 +19,7 @@ from lightning_fp4 import matmul, ops, sharing
 from lightning_fp4.matmul import Operand, Side
 from lightning_fp4.recipes.base import Gemm, HotChannels, Recipe
 from lightning_fp4.sharing import SharedForms, WeightForms
-from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units
+from lightning_fp4.tensor import FP4Operand, FP4Tensor, Patch, Units
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_PLANS = 1024  # remembered at once; a run needs a handful
@@ -180,12 +180,14 @@ def _forward(
     grad_weight: bool,
 ) -> tuple[Tensor, tuple[Side | None, Side | None]]:
     """The output, and what backward needs: the column forms of input and weight."""
-    plan = _plan_forward(recipe, input.device, matmul.needs_packed(recipe.fprop, hot_channels))
+    packed = matmul.needs_packed(recipe.fprop, hot_channels)
+    plan = _plan_forward(recipe, input.device, packed)
+    patches = (None, None) if packed else matmul.patches_of(recipe.fprop, hot_channels)
     input_rows, input_columns = _forms(
-        input, plan.input, plan.wgrad_input if grad_weight else None, rng_state, shared_input
+        input, plan.input, plan.wgrad_input if grad_weight else None, rng_state, shared_input, patches[0]
     )
     weight_rows, weight_columns = _forms(
-        weight, plan.weight, plan.dgrad_weight if grad_input else None, rng_state, shared_weight
+        weight, plan.weight, plan.dgrad_weight if grad_input else None, rng_state, shared_weight, patches[1]
     )
     mean = matmul.mean_product(input_rows, weight_rows, weight, plan.input.quantizer)
     if mean is not None:
@@ -195,27 +197,46 @@ def _forward(
 
 
 def _forms(
-    x: Tensor, rows: Operand, columns: Operand | None, rng_state: Tensor, shared: SharedForms | None
+    x: Tensor,
+    rows: Operand,
+    columns: Operand | None,
+    rng_state: Tensor,
+    shared: SharedForms | None,
+    patch: Patch | None,
 ) -> tuple[Side, Side | None]:
     """The row form of ``x``, and its column form unless that is ``None``; from ``shared`` where they are the same."""
     if shared is None or rows.quantizer is None or rows.stochastic or (columns is not None and columns.stochastic):
-        return _quantize(x, rows, columns, rng_state)
+        return _quantize(x, rows, columns, rng_state, patch)
     key = (x.dtype, rows, columns)
     forms = shared.get(key)
     if forms is None:
-        row_form, column_form = _quantize(x, rows, columns, rng_state)
+        row_form, column_form = _quantize(x, rows, columns, rng_state, patch)
         # Without the tensor itself, which must not stay alive for this.
-        rest = row_form if row_form.source is not x else dataclasses.replace(row_form, source=None)
-        shared.keep(key, (rest, column_form))
+        shared.keep(key, (dataclasses.replace(row_form, source=None), column_form, patch, _version(patch)))
         return row_form, column_form
-    row_form, column_form = forms
-    return row_form if row_form.source is not None else dataclasses.replace(row_form, source=x), column_form
+    row_form, column_form, kept_patch, version = forms
+    if not _is_same(patch, kept_patch) or _version(patch) != version:  # hot channels of another layer
+        return matmul.quantize_rows(x, rows, rng_state, patch), column_form
+    return dataclasses.replace(row_form, source=x), column_form
 
 
-def _quantize(x: Tensor, rows: Operand, columns: Operand | None, rng_state: Tensor) -> tuple[Side, Side | None]:
+def _is_same(patch: Patch | None, other: Patch | None) -> bool:
+    if patch is None or other is None:
+        return patch is other
+    return patch.channels is other.channels and patch.parts == other.parts
+
+
+def _version(patch: Patch | None) -> int | None:
+    """Changes when the channels are written to, as far as PyTorch knows."""
+    return None if patch is None or patch.channels.is_inference() else patch.channels._version
+
+
+def _quantize(
+    x: Tensor, rows: Operand, columns: Operand | None, rng_state: Tensor, patch: Patch | None
+) -> tuple[Side, Side | None]:
     if columns is None:
-        return matmul.quantize_rows(x, rows, rng_state), None
-    return matmul.quantize_both(x, rows, columns, rng_state)
+        return matmul.quantize_rows(x, rows, rng_state, patch), None
+    return matmul.quantize_both(x, rows, columns, rng_state, patch)
 
 
 class _FP4Linear(torch.autograd.Function):
@@ -268,8 +289,8 @@ class _FP4Linear(torch.autograd.Function):
         if columns is not None and input_columns is not None:
             dtype = ctx.weight_dtype if columns.mean is None else torch.float32
             product = matmul.multiply(columns, input_columns, None, grad_output.dtype, dtype)
-            product = matmul.add_mean_outer(product, columns, input_columns, grad_output.shape[0])
-            grad_weight = product.to(ctx.weight_dtype)
+            tokens = grad_output.shape[0]
+            grad_weight = matmul.add_mean_outer(product, columns, input_columns, tokens, ctx.weight_dtype)
         if ctx.bias_dtype is not None:
             grad_bias = grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None, None

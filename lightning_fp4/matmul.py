@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fp4 import ops
 from lightning_fp4.quantizer import Quantizer, Rounding
 from lightning_fp4.recipes.base import Gemm, HotChannels
-from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units
+from lightning_fp4.tensor import FP4Operand, FP4Tensor, Patch, PatchPart, Units
 
 Matrix = FP4Tensor | FP4Operand | Tensor
 """A GEMM operand: quantised, quantised and decoded for the GEMM's units, or a plain tensor in high precision."""
@@ -59,75 +59,97 @@ class Side:
 
     Args:
         matrix: quantised, or plain.
-        mean: what centring took out of each token, float32 ``[1, features]``; ``None`` if not centred.
-        source: the tensor (without its mean) that was quantised, ``None`` where nobody will ask for it.
+        mean: what centring took out of each token as the product uses it, float32 ``[1, features]``; ``None`` if not
+            centred.
+        center: the mean that was taken out of each token before it was quantised; ``None`` if not centred.
+        source: the tensor that was quantised, with its mean; ``None`` where nobody will ask for it.
     """
 
     matrix: Matrix
     mean: Tensor | None = None
+    center: Tensor | None = None
     source: Tensor | None = None
 
+    @property
+    def rest(self) -> Tensor:
+        """What was quantised, without its mean."""
+        assert self.source is not None
+        return self.source if self.center is None else ops.subtract_mean(self.source, self.center)
 
-def quantize_rows(x: Tensor, operand: Operand, seed: Tensor | None = None) -> Side:
-    """The operand whose rows are the rows of ``x`` ``[rows, columns]``; the product will contract over columns."""
+
+def quantize_rows(x: Tensor, operand: Operand, seed: Tensor | None = None, patch: Patch | None = None) -> Side:
+    """The operand whose rows are the rows of ``x`` ``[rows, columns]``; the product will contract over columns.
+
+    ``patch`` is appended to an operand that is decoded at once.
+    """
     if operand.quantizer is None:
         return Side(matrix=x)
-    source, mean = _center(x, operand.quantizer)
-    return _rows(source, mean, operand, seed)
+    return _rows(x, _mean(x, operand.quantizer), operand, seed, patch)
 
 
 def quantize_columns(x: Tensor, operand: Operand, seed: Tensor | None = None) -> Side:
     """The operand whose rows are the columns of ``x`` ``[rows, columns]``; the product will contract over rows."""
     if operand.quantizer is None:
         return Side(matrix=x.T)
-    source, mean = _center(x, operand.quantizer)
-    return _columns(source, mean, operand, seed)
+    return _columns(x, _mean(x, operand.quantizer), operand, seed)
 
 
-def quantize_both(x: Tensor, rows: Operand, columns: Operand, seed: Tensor | None = None) -> tuple[Side, Side]:
+def quantize_both(
+    x: Tensor, rows: Operand, columns: Operand, seed: Tensor | None = None, patch: Patch | None = None
+) -> tuple[Side, Side]:
     """Both operands that one tensor feeds: :func:`quantize_rows` and :func:`quantize_columns` of it."""
     if rows.quantizer is None or columns.quantizer is None or rows.hadamard is not None:
-        return quantize_rows(x, rows, seed), quantize_columns(x, columns, seed)
+        return quantize_rows(x, rows, seed, patch), quantize_columns(x, columns, seed)
     if rows.quantizer.center != columns.quantizer.center:
-        return quantize_rows(x, rows, seed), quantize_columns(x, columns, seed)
-    source, mean = _center(x, rows.quantizer)
+        return quantize_rows(x, rows, seed, patch), quantize_columns(x, columns, seed)
+    mean = _mean(x, rows.quantizer)
     by_rows, by_columns = ops.quantize_both(
-        source,
+        x,
         rows.quantizer,
         columns.quantizer,
         hadamard=columns.hadamard,
         seed=seed,
         streams=(rows.stream, columns.stream),
         units=(rows.units, columns.units),
+        mean=mean,
+        patch=patch,
     )
     return (
-        Side(matrix=by_rows, mean=_round_mean(mean, rows.quantizer), source=source),
+        Side(matrix=by_rows, mean=_round_mean(mean, rows.quantizer), center=mean, source=x),
         Side(matrix=by_columns, mean=_round_mean(mean, columns.quantizer)),
     )
 
 
-def _center(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]:
-    return (x, None) if quantizer.center is None else ops.center(x)
+def _mean(x: Tensor, quantizer: Quantizer) -> Tensor | None:
+    return None if quantizer.center is None else ops.token_mean(x)
 
 
-def _rows(source: Tensor, mean: Tensor | None, operand: Operand, seed: Tensor | None) -> Side:
+def _rows(x: Tensor, mean: Tensor | None, operand: Operand, seed: Tensor | None, patch: Patch | None) -> Side:
     assert operand.quantizer is not None
     matrix = ops.quantize(
-        source, operand.quantizer, hadamard=operand.hadamard, seed=seed, stream=operand.stream, units=operand.units
+        x,
+        operand.quantizer,
+        hadamard=operand.hadamard,
+        seed=seed,
+        stream=operand.stream,
+        units=operand.units,
+        mean=mean,
+        patch=patch,
     )
-    return Side(matrix=matrix, mean=_round_mean(mean, operand.quantizer), source=source)
+    return Side(matrix=matrix, mean=_round_mean(mean, operand.quantizer), center=mean, source=x)
 
 
-def _columns(source: Tensor, mean: Tensor | None, operand: Operand, seed: Tensor | None) -> Side:
+def _columns(x: Tensor, mean: Tensor | None, operand: Operand, seed: Tensor | None) -> Side:
     assert operand.quantizer is not None
     matrix = ops.quantize(
-        source,
+        x,
         operand.quantizer,
         hadamard=operand.hadamard,
         transposed=True,
         seed=seed,
         stream=operand.stream,
         units=operand.units,
+        mean=mean,
     )
     return Side(matrix=matrix, mean=_round_mean(mean, operand.quantizer))
 
@@ -193,34 +215,43 @@ def mean_product(lhs: Side, rhs: Side, weight: Tensor | None, quantizer: Quantiz
     return ops.times_matrix(lhs.mean, _in_high_precision(rhs.matrix, torch.float32))
 
 
-def add_mean_outer(product: Tensor, lhs: Side, rhs: Side, tokens: int) -> Tensor:
-    """``product + tokens * lhs.mean.T @ rhs.mean``: what the means add to a product over ``tokens``.
+def add_mean_outer(product: Tensor, lhs: Side, rhs: Side, tokens: int, dtype: torch.dtype) -> Tensor:
+    """``product + tokens * lhs.mean.T @ rhs.mean`` in ``dtype``: what the means add to a product over ``tokens``.
 
     The cross terms, a mean times the rest, vanish because the rest sums to zero over the tokens.
     """
     if lhs.mean is None or rhs.mean is None:
-        return product
-    return torch.addcmul(product, lhs.mean.T * tokens, rhs.mean)
+        return product.to(dtype)
+    return ops.add_outer(product, lhs.mean, rhs.mean, tokens, dtype)
 
 
 def needs_packed(gemm: Gemm | None, channels: Tensor | None) -> bool:
     """Whether the operands of ``gemm`` have to stay packed until it runs, with these hot channels.
 
-    Patches are made from both operands' codes, and a mean in four bits meets the right operand as it decodes exactly,
-    which units that round once more would not show.
+    A patch with a product of its own is made from both operands' codes, and a mean in four bits meets the right operand
+    as it decodes exactly, which units that round once more would not show.
     """
     if gemm is None or gemm.lhs is None:
         return False
-    is_patched = gemm.hot_channels is not None and channels is not None and channels.shape[0] > 0
-    return is_patched or (gemm.lhs.center is not None and gemm.lhs.center.mean == "fp4")
+    left, _ = patches_of(gemm, channels)
+    is_apart = left is not None and gemm.hot_channels is not None and gemm.hot_channels.mode != "single"
+    return is_apart or (gemm.lhs.center is not None and gemm.lhs.center.mean == "fp4")
 
 
-_PATCH_PARTS: dict[str, tuple[ops.PatchParts, ops.PatchParts]] = {
+_PATCH_PARTS: dict[str, tuple[tuple[PatchPart, ...], tuple[PatchPart, ...]]] = {
     "both": (("residual", "value"), ("value", "residual")),
     "activations": (("residual",), ("value",)),
     "weights": (("value",), ("residual",)),
 }
 """Columns that the left and right operands gain, by ``HotChannels.operands``."""
+
+
+def patches_of(gemm: Gemm | None, channels: Tensor | None) -> tuple[Patch | None, Patch | None]:
+    """The patches of both operands, ``None`` without hot channels."""
+    if gemm is None or gemm.hot_channels is None or channels is None or channels.shape[0] == 0:
+        return None, None
+    left, right = (Patch(channels=channels, parts=parts) for parts in _PATCH_PARTS[gemm.hot_channels.operands])
+    return left, right
 
 
 def patched_multiply(
@@ -233,25 +264,23 @@ def patched_multiply(
     units: Units | None = None,
 ) -> Tensor:
     """:func:`multiply` with the errors of the hot ``channels`` (int64 ``[k]`` or ``None``) patched as ``gemm`` says."""
-    hot = gemm.hot_channels if gemm else None
-    if hot is None or channels is None or channels.shape[0] == 0:
+    left, right = patches_of(gemm, channels)
+    if left is None or right is None or isinstance(lhs.matrix, FP4Operand):  # decoded operands hold their patches
         return multiply(lhs, rhs, bias, compute_dtype, units=units)
     assert gemm is not None
     assert gemm.lhs is not None
     assert gemm.rhs is not None
-    a, b = lhs.matrix, rhs.matrix
+    assert gemm.hot_channels is not None
+    a, b, hot = lhs.matrix, rhs.matrix, gemm.hot_channels
     assert isinstance(a, FP4Tensor)
     assert isinstance(b, FP4Tensor)
-    assert lhs.source is not None
-    assert rhs.source is not None
     if hot.mode == "high_precision":
         product = ops.gemm(a, b, bias, torch.float32, units)
-        left, right = _plain_patch(lhs.source, a, rhs.source, b, hot, channels)
-        patch = torch.nn.functional.linear(left.to(compute_dtype), right.to(compute_dtype))
+        plain = _plain_patch(lhs.rest, a, rhs.rest, b, hot, left.channels)
+        patch = torch.nn.functional.linear(*(side.to(compute_dtype) for side in plain))
         return (product + patch).to(compute_dtype)
-    parts = _PATCH_PARTS[hot.operands]
-    left_patch = ops.patch_columns(lhs.source, a, gemm.lhs, channels, parts[0])
-    right_patch = ops.patch_columns(rhs.source, b, gemm.rhs, channels, parts[1])
+    left_patch = ops.patch_columns(lhs.rest, a, gemm.lhs, left)
+    right_patch = ops.patch_columns(rhs.rest, b, gemm.rhs, right)
     if hot.mode == "single":
         left_columns, right_columns = ops.concatenate(a, left_patch), ops.concatenate(b, right_patch)
         return ops.gemm(left_columns, right_columns, bias, compute_dtype, units)
@@ -292,8 +321,7 @@ def channel_scores(x: Tensor, w: Tensor, gemm: Gemm) -> Tensor:
     lhs, rhs = sides
     assert isinstance(lhs.matrix, FP4Tensor)
     assert isinstance(rhs.matrix, FP4Tensor)
-    assert lhs.source is not None
-    return ops.channel_scores(lhs.source, lhs.matrix, w, rhs.matrix, gemm.hot_channels.score)
+    return ops.channel_scores(lhs.rest, lhs.matrix, w, rhs.matrix, gemm.hot_channels.score)
 
 
 def units_of(gemm: Gemm | None, device: torch.device) -> Units | None:

@@ -19,7 +19,7 @@ from lightning_fp4 import reference
 from lightning_fp4.formats import E4M3, FORMATS, BlockFormat
 from lightning_fp4.quantizer import Quantizer, Rounding
 from lightning_fp4.recipes.base import GemmUnits
-from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units
+from lightning_fp4.tensor import FP4Operand, FP4Tensor, Patch, Units
 
 _kernels_enabled = False
 
@@ -123,6 +123,8 @@ def quantize(
     seed: Tensor | None = None,
     stream: int = 0,
     units: Units | None = None,
+    mean: Tensor | None = None,
+    patch: Patch | None = None,
 ) -> FP4Tensor | FP4Operand:
     """Quantise a matrix, or its transpose, along the last axis.
 
@@ -134,20 +136,26 @@ def quantize(
         seed: int64 ``[2]`` from :func:`draw_seed`; needed by stochastic rounding only.
         stream: which of the independent random streams of this seed to use.
         units: decode the result at once for these units of a GEMM; ``None`` for packed codes and scales.
+        mean: float32 ``[1, columns]``, taken out of each row of ``x`` first, as :func:`subtract_mean` does.
+        patch: columns to append, those of :func:`patch_columns`; only if it is decoded at once and not transposed.
 
     Raises:
         ValueError: if stochastic rounding is asked for without a seed.
     """
+    assert patch is None or (units is not None and not transposed)
     stochastic = quantizer.rounding is Rounding.STOCHASTIC
     if stochastic and seed is None:
         raise ValueError("`quantize` with stochastic rounding needs a `seed`, an int64 tensor [key, step].")
     seed = seed if stochastic else None
-    if _is_unobserved((x, seed)):
-        return _outside_autocast(x, _one_form, x, quantizer, hadamard, transposed, seed, stream, units)
+    channels, names_of_parts = _take_apart(patch)
+    if _is_unobserved((x, seed, mean, channels)):
+        return _outside_autocast(x, _one_form, x, quantizer, hadamard, transposed, seed, stream, units, mean, patch)
     rows, columns = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
     names = (quantizer.format.name, quantizer.rounding.value, quantizer.scale_rule.value)
-    parts = _quantize(x, *names, hadamard or 0, transposed, seed, stream, units or "")
-    return _assemble(parts, quantizer, units, rows, columns)
+    parts = _quantize(
+        x, *names, hadamard or 0, transposed, seed, stream, units or "", mean, channels, names_of_parts
+    )  # fmt: skip
+    return _assemble(parts, quantizer, units, rows, columns if patch is None else parts[0].shape[1])
 
 
 def quantize_both(
@@ -159,18 +167,24 @@ def quantize_both(
     seed: Tensor | None = None,
     streams: tuple[int, int] = (0, 0),
     units: tuple[Units | None, Units | None] = (None, None),
+    mean: Tensor | None = None,
+    patch: Patch | None = None,
 ) -> tuple[FP4Tensor | FP4Operand, FP4Tensor | FP4Operand]:
-    """:func:`quantize` of ``x`` and of ``x.T``, reading ``x`` once; ``hadamard`` rotates the latter only.
+    """:func:`quantize` of ``x`` and of ``x.T``, reading ``x`` once.
+
+    ``hadamard`` rotates the latter only, ``patch`` is appended to the former only.
 
     Raises:
         ValueError: if stochastic rounding is asked for without a seed.
     """
+    assert patch is None or units[0] is not None
     stochastic = Rounding.STOCHASTIC in (rows.rounding, columns.rounding)
     if stochastic and seed is None:
         raise ValueError("`quantize_both` with stochastic rounding needs a `seed`, an int64 tensor [key, step].")
     seed = seed if stochastic else None
-    if _is_unobserved((x, seed)):
-        return _outside_autocast(x, _both_forms, x, rows, columns, hadamard, seed, streams, units)
+    channels, names_of_parts = _take_apart(patch)
+    if _is_unobserved((x, seed, mean, channels)):
+        return _outside_autocast(x, _both_forms, x, rows, columns, hadamard, seed, streams, units, mean, patch)
     parts = _quantize_both(
         x,
         _spec(rows),
@@ -179,8 +193,11 @@ def quantize_both(
         seed,
         *streams,
         *(choice or "" for choice in units),
+        mean,
+        channels,
+        names_of_parts,
     )
-    by_rows = _assemble(parts[:3], rows, units[0], x.shape[0], x.shape[1])
+    by_rows = _assemble(parts[:3], rows, units[0], x.shape[0], x.shape[1] if patch is None else parts[0].shape[1])
     return by_rows, _assemble(parts[3:], columns, units[1], x.shape[1], x.shape[0])
 
 
@@ -234,9 +251,14 @@ def gemm(
     return _multiply(a.values, a.factor, b.values, b.factor, bias, dtype)
 
 
-def center(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split ``x`` ``[tokens, features]`` into the rest, in its dtype, and the mean, float32 ``[1, features]``."""
-    return _center(x)
+def token_mean(x: Tensor) -> Tensor:
+    """The mean over the rows of ``x`` ``[tokens, features]``: float32 ``[1, features]``; zero without tokens."""
+    return _token_mean(x)
+
+
+def subtract_mean(x: Tensor, mean: Tensor) -> Tensor:
+    """``x - mean`` in the dtype of ``x``: what :func:`quantize` with this ``mean`` quantises."""
+    return _subtract_mean(x, mean)
 
 
 def times_matrix(mean: Tensor, matrix: Tensor) -> Tensor:
@@ -244,23 +266,30 @@ def times_matrix(mean: Tensor, matrix: Tensor) -> Tensor:
     return _times_matrix(mean, matrix)
 
 
-PatchParts = tuple[Literal["residual", "value"], ...]
+def add_outer(product: Tensor, left: Tensor, right: Tensor, factor: int, dtype: torch.dtype) -> Tensor:
+    """``product + (factor * left.T) @ right`` rounded once to ``dtype``.
+
+    Args:
+        product: float32 ``[M, N]``.
+        left: float32 ``[1, M]``.
+        right: float32 ``[1, N]``.
+        factor: a count.
+        dtype: of the result.
+    """
+    return _add_outer(product, left, right, factor, dtype)
 
 
-def patch_columns(
-    x: Tensor, quantized: FP4Tensor, quantizer: Quantizer, channels: Tensor, parts: PatchParts
-) -> FP4Tensor:
-    """The columns that take back the errors of ``channels``, with the global scale of ``quantized``.
+def patch_columns(x: Tensor, quantized: FP4Tensor, quantizer: Quantizer, patch: Patch) -> FP4Tensor:
+    """The columns that take back the errors of some channels, with the global scale of ``quantized``.
 
     Args:
         x: ``[rows, columns]``, what was quantised.
         quantized: the result.
         quantizer: how.
-        channels: int64 ``[k]``.
-        parts: which columns, in which order: the ``"residual"`` that quantising left, the ``"value"`` itself.
+        patch: which columns.
 
     Returns:
-        ``[rows, len(parts) * k]``, each part padded to whole blocks.
+        ``[rows, patch.width(...)]``.
     """
     codes, scales = _patch_columns(
         x,
@@ -270,8 +299,7 @@ def patch_columns(
         quantized.format.name,
         quantizer.scale_rule.value,
         *quantized.shape,
-        channels,
-        "+".join(parts),
+        *_take_apart(patch),
     )
     return FP4Tensor(
         codes=codes,
@@ -444,6 +472,19 @@ def _parts(x: Tensor, form: FP4Tensor | FP4Operand) -> _Parts:
     return form.codes, form.scales, x.new_empty(0, 0, dtype=torch.float32) if form.amax is None else form.amax
 
 
+def _take_apart(patch: Patch | None) -> tuple[Tensor | None, str]:
+    """A patch as an operator's arguments."""
+    return (None, "") if patch is None else (patch.channels, "+".join(patch.parts))
+
+
+def _patch(channels: Tensor | None, parts: str) -> Patch | None:
+    """The patch that :func:`_take_apart` took apart."""
+    if channels is None:
+        return None
+    names: Any = tuple(parts.split("+"))
+    return Patch(channels=channels, parts=names)
+
+
 def _assemble(parts: tuple[Tensor, ...], quantizer: Quantizer, units: Units | None, *shape: int) -> Any:
     """The form that :func:`_parts` took apart."""
     rows, columns = shape
@@ -461,12 +502,15 @@ def _assemble(parts: tuple[Tensor, ...], quantizer: Quantizer, units: Units | No
     )
 
 
-def _fake_parts(x: Tensor, quantizer: Quantizer, units: str, rows: int, columns: int) -> _Parts:
+def _fake_parts(
+    x: Tensor, quantizer: Quantizer, units: str, rows: int, columns: int, patch: Patch | None = None
+) -> _Parts:
     """What :func:`_parts` gives, without data."""
     codes, scales, scale_dtype = _storage(quantizer.format, rows, columns)
     last = {"tensor": (1, 1), "row": (rows, 1), None: (0, 0)}[quantizer.format.global_scale]
     if units:
-        values = x.new_empty((codes[0], codes[1] * 2), dtype=_OPERAND_DTYPES[units])
+        width = codes[1] * 2 + (0 if patch is None else patch.width(quantizer.format.block[1]))
+        values = x.new_empty((codes[0], width), dtype=_OPERAND_DTYPES[units])
         return values, x.new_empty(0, dtype=torch.uint8), x.new_empty(last, dtype=torch.float32)
     return (
         x.new_empty(codes, dtype=torch.uint8),
@@ -482,6 +526,7 @@ def _reference_form(
     seed: Optional[Tensor],
     stream: int,
     units: Optional[Units],
+    patch: Patch | None = None,
 ) -> FP4Tensor | FP4Operand:
     """One form of ``x`` by the reference."""
     shape = (x.shape[0], x.shape[1])
@@ -495,6 +540,9 @@ def _reference_form(
     quantized = reference.quantize(x, quantizer, random_bits=bits)
     if quantized.shape != shape:  # a rotation padded it
         quantized = dataclasses.replace(quantized, shape=shape)
+    if patch is not None:
+        gained = reference.patch_columns(x, quantized, quantizer, patch.channels, patch.parts)
+        quantized = reference.concatenate([quantized, gained])
     return reference.operand(quantized, units) if units else quantized
 
 
@@ -506,14 +554,27 @@ def _one_form(
     seed: Optional[Tensor],
     stream: int,
     units: Optional[Units],
+    mean: Tensor | None,
+    patch: Patch | None,
 ) -> FP4Tensor | FP4Operand:
     """What :func:`quantize` returns."""
     kernels = _kernels(x)
+    if mean is not None and (hadamard and not transposed):  # which the kernels do on the transpose
+        x, mean = reference.subtract_mean(x, mean), None
     if kernels is not None and kernels.supports(quantizer, hadamard, units):
         return kernels.quantize(
-            x, quantizer, hadamard=hadamard, transposed=transposed, seed=seed, stream=stream, units=units
+            x,
+            quantizer,
+            hadamard=hadamard,
+            transposed=transposed,
+            seed=seed,
+            stream=stream,
+            units=units,
+            mean=mean,
+            patch=patch,
         )
-    return _reference_form(x.T if transposed else x, quantizer, hadamard, seed, stream, units)
+    x = x if mean is None else reference.subtract_mean(x, mean)
+    return _reference_form(x.T if transposed else x, quantizer, hadamard, seed, stream, units, patch)
 
 
 @_operator("quantize")
@@ -527,18 +588,24 @@ def _quantize(
     seed: Optional[Tensor],
     stream: int,
     units: str = "",
+    mean: Optional[Tensor] = None,
+    channels: Optional[Tensor] = None,
+    parts: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    quantizer = _parse(f"{format}/{rounding}/{scale_rule}")
-    form = _one_form(x, quantizer, hadamard or None, transposed, seed, stream, units or None)  # type: ignore[arg-type]
+    quantizer, patch, wanted = _parse(f"{format}/{rounding}/{scale_rule}"), _patch(channels, parts), units or None
+    form = _one_form(x, quantizer, hadamard or None, transposed, seed, stream, wanted, mean, patch)  # type: ignore[arg-type]
     return _parts(x, form)
 
 
 @_quantize.register_fake
-def _(x, format, rounding, scale_rule, hadamard, transposed, seed, stream, units=""):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    x, format, rounding, scale_rule, hadamard, transposed, seed, stream, units="", mean=None, channels=None, parts=""
+):  # fmt: skip
     rows, columns = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
     if hadamard:
         columns = (columns + hadamard - 1) // hadamard * hadamard
-    return _fake_parts(x, _parse(f"{format}/{rounding}/{scale_rule}"), units, rows, columns)
+    quantizer = _parse(f"{format}/{rounding}/{scale_rule}")
+    return _fake_parts(x, quantizer, units, rows, columns, _patch(channels, parts))
 
 
 def _both_forms(
@@ -549,17 +616,21 @@ def _both_forms(
     seed: Optional[Tensor],
     streams: tuple[int, int],
     units: tuple[Optional[Units], Optional[Units]],
+    mean: Tensor | None,
+    patch: Patch | None,
 ) -> tuple[FP4Tensor | FP4Operand, FP4Tensor | FP4Operand]:
     """What :func:`quantize_both` returns."""
     kernels = _kernels(x)
     if kernels is not None and kernels.supports(rows, None, units[0]) and kernels.supports(columns, hadamard, units[1]):
         return kernels.quantize_both(
             x,
-            kernels.Form(quantizer=rows, stream=streams[0], units=units[0]),
+            kernels.Form(quantizer=rows, stream=streams[0], units=units[0], patch=patch),
             kernels.Form(quantizer=columns, stream=streams[1], units=units[1]),
             hadamard=hadamard,
             seed=seed,
+            mean=mean,
         )
+    x = x if mean is None else reference.subtract_mean(x, mean)
     first: Any = _reference_form(x, rows, None, seed, streams[0], None)
     block_rows, block_columns = rows.format.block
     second: Any
@@ -567,6 +638,9 @@ def _both_forms(
         second = reference.transpose(first)  # one quantisation serves both
     else:
         second = _reference_form(x.T, columns, hadamard, seed, streams[1], None)
+    if patch is not None:
+        gained = reference.patch_columns(x, first, rows, patch.channels, patch.parts)
+        first = reference.concatenate([first, gained])
     return (
         first if units[0] is None else reference.operand(first, units[0]),
         second if units[1] is None else reference.operand(second, units[1]),
@@ -584,9 +658,15 @@ def _quantize_both(
     column_stream: int,
     row_units: str,
     column_units: str,
+    mean: Optional[Tensor] = None,
+    channels: Optional[Tensor] = None,
+    parts: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     units: Any = (row_units or None, column_units or None)
-    forms = _both_forms(x, _parse(rows), _parse(columns), hadamard or None, seed, (row_stream, column_stream), units)
+    streams, patch = (row_stream, column_stream), _patch(channels, parts)
+    forms = _both_forms(
+        x, _parse(rows), _parse(columns), hadamard or None, seed, streams, units, mean, patch
+    )  # fmt: skip
     row_parts, column_parts = (_parts(x, form) for form in forms)
     if column_parts[2].untyped_storage().data_ptr() == row_parts[2].untyped_storage().data_ptr():
         column_parts = (*column_parts[:2], column_parts[2].clone())  # an operator's results may not share memory
@@ -594,10 +674,13 @@ def _quantize_both(
 
 
 @_quantize_both.register_fake
-def _(x, rows, columns, hadamard, seed, row_stream, column_stream, row_units, column_units):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    x, rows, columns, hadamard, seed, row_stream, column_stream, row_units, column_units, mean=None, channels=None,
+    parts="",
+):  # fmt: skip
     tokens, features = x.shape
     length = (tokens + hadamard - 1) // hadamard * hadamard if hadamard else tokens
-    by_rows = _fake_parts(x, _parse(rows), row_units, tokens, features)
+    by_rows = _fake_parts(x, _parse(rows), row_units, tokens, features, _patch(channels, parts))
     return (*by_rows, *_fake_parts(x, _parse(columns), column_units, features, length))
 
 
@@ -724,24 +807,44 @@ def _fp8_gemm(
     return (out + bias.float()).to(dtype)
 
 
-@_operator("center")
-def _center(x: Tensor) -> tuple[Tensor, Tensor]:
-    return reference.center(x)
+@_operator("token_mean")
+def _token_mean(x: Tensor) -> Tensor:
+    return (_kernels(x) or reference).token_mean(x)
 
 
-@_center.register_fake
+@_token_mean.register_fake
 def _(x):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty((1, x.shape[1]), dtype=torch.float32)
+    return x.new_empty((1, x.shape[1]), dtype=torch.float32)
+
+
+@_operator("subtract_mean")
+def _subtract_mean(x: Tensor, mean: Tensor) -> Tensor:
+    return reference.subtract_mean(x, mean).contiguous()
+
+
+@_subtract_mean.register_fake
+def _(x, mean):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @_operator("times_matrix")
 def _times_matrix(mean: Tensor, matrix: Tensor) -> Tensor:
-    return reference.times_matrix(mean, matrix)
+    return (_kernels(matrix) or reference).times_matrix(mean, matrix)
 
 
 @_times_matrix.register_fake
 def _(mean, matrix):  # type: ignore[no-untyped-def]
     return matrix.new_empty((matrix.shape[0],), dtype=torch.float32)
+
+
+@_operator("add_outer")
+def _add_outer(product: Tensor, left: Tensor, right: Tensor, factor: int, dtype: torch.dtype) -> Tensor:
+    return (_kernels(product) or reference).add_outer(product, left, right, factor, dtype)
+
+
+@_add_outer.register_fake
+def _(product, left, right, factor, dtype):  # type: ignore[no-untyped-def]
+    return product.new_empty(product.shape, dtype=dtype)
 
 
 @_operator("patch_columns")

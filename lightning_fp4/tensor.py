@@ -69,6 +69,26 @@ class FP4Operand:
         return by_dtype.get(self.values.dtype, "fp32")
 
 
+PatchPart = Literal["residual", "value"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """Columns that an operand gains for its hot channels (see ``HotChannels``).
+
+    Args:
+        channels: int64 ``[k]``.
+        parts: which columns, in which order: the ``"residual"`` that quantising left, the ``"value"`` itself.
+    """
+
+    channels: Tensor
+    parts: tuple[PatchPart, ...]
+
+    def width(self, block_columns: int) -> int:
+        """How many columns they are, each part padded to whole blocks."""
+        return len(self.parts) * -(-self.channels.shape[0] // block_columns) * block_columns
+
+
 def operand_shift(units: Units | None, encoded_max: float) -> float:
     """The power of two, at most 1, that brings the largest ``value * block scale`` into the range of ``units``."""
     shift = 1.0

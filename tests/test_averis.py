@@ -19,11 +19,13 @@ def averis(**options):
 def identity_quantizer(monkeypatch):
     """Quantising changes no value, so what is left of the product is the algebra around it."""
 
-    def quantize(x, quantizer, *, hadamard=None, transposed=False, **_):
+    def quantize(x, quantizer, *, hadamard=None, transposed=False, mean=None, **_):
+        x = x if mean is None else ops.subtract_mean(x, mean)
         matrix = x.T if transposed else x
         return reference.rotate(matrix, hadamard) if hadamard else matrix
 
-    def quantize_both(x, rows, columns, *, hadamard=None, **_):
+    def quantize_both(x, rows, columns, *, hadamard=None, mean=None, **_):
+        x = x if mean is None else ops.subtract_mean(x, mean)
         return x, quantize(x, columns, hadamard=hadamard, transposed=True)
 
     monkeypatch.setattr(ops, "quantize", quantize)
@@ -125,8 +127,8 @@ def test_stochastic_gradients_draw_for_each_backward():
 
 def test_input_is_centred_once_for_both_of_its_forms(monkeypatch):
     calls = []
-    original = ops.center
-    monkeypatch.setattr(ops, "center", lambda x: calls.append(1) or original(x))
+    original = ops.token_mean
+    monkeypatch.setattr(ops, "token_mean", lambda x: calls.append(1) or original(x))
     layer = fp4_linear_layer(64, 32, averis())
     layer(torch.randn(16, 64, requires_grad=True))
     assert len(calls) == 1
@@ -163,12 +165,44 @@ def test_wrong_places_are_refused():
 
 def test_means_of_the_reference():
     x = torch.randn(10, 6) + 2
-    rest, mean = reference.center(x)
+    mean = reference.token_mean(x)
+    rest = reference.subtract_mean(x, mean)
     assert mean.shape == (1, 6)
     torch.testing.assert_close(mean[0], x.mean(0))
     torch.testing.assert_close(rest + mean, x)
-    rest, mean = reference.center(x[:0].bfloat16())
+    none = x[:0].bfloat16()
+    mean = reference.token_mean(none)
+    rest = reference.subtract_mean(none, mean)
     assert rest.shape == (0, 6)
     assert rest.dtype is torch.bfloat16
     assert not mean.any()
     assert isinstance(matmul.quantize_rows(x, matmul.Operand.lhs(averis().fprop, 0)).matrix, FP4Tensor)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 16, 37])
+def test_means_sum_neighbours_first(tokens):
+    """In float32, and in this order on every device: an order of another device would move codes."""
+    x = torch.randn(tokens, 5) * torch.randn(tokens, 1).exp() ** 4
+    rows = [row.tolist() for row in x]
+    for i in range(5):
+        sums = [torch.tensor(row[i]) for row in rows]
+        while len(sums) > 1:
+            sums = [sums[j] + sums[j + 1] if j + 1 < len(sums) else sums[j] for j in range(0, len(sums), 2)]
+        assert reference.token_mean(x)[0, i] == sums[0] / torch.tensor(float(tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantising_with_a_mean_is_quantising_the_rest(dtype, device):
+    x = (torch.randn(33, 48, device=device) + 3).to(dtype)
+    mean = ops.token_mean(x)
+    rest, quantizer, seed = ops.subtract_mean(x, mean), Quantizer(rounding="stochastic"), torch.tensor([1, 2])
+    options = {"seed": seed.to(device), "hadamard": 16}
+    for transposed in (False, True):
+        alone = ops.quantize(x, quantizer, transposed=transposed, mean=mean, **options)
+        expected = ops.quantize(rest, quantizer, transposed=transposed, **options)
+        assert torch.equal(alone.codes, expected.codes)
+        assert torch.equal(alone.amax, expected.amax)
+    both = ops.quantize_both(x, quantizer, quantizer, mean=mean, **options)
+    for form, expected in zip(both, ops.quantize_both(rest, quantizer, quantizer, **options), strict=True):
+        assert torch.equal(form.codes, expected.codes)
+        assert same_bits(ops.dequantize(form), ops.dequantize(expected))

@@ -5,12 +5,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, Quantizer, ops, reference
+from lightning_fp4.tensor import Patch
 from tests.helpers import golden_cases, relative_error, same_bits, unpack
 
 SEED = (12345, 7)
 OPERATORS = (
-    *("draw_seed", "quantize", "quantize_both", "transpose", "dequantize", "operand", "multiply", "center"),
-    *("times_matrix", "patch_columns", "patch_values", "concatenate", "channel_scores", "select_channels"),
+    *("draw_seed", "quantize", "quantize_both", "transpose", "dequantize", "operand", "multiply", "token_mean"),
+    *("subtract_mean", "times_matrix", "add_outer"),
+    *("patch_columns", "patch_values", "concatenate", "channel_scores", "select_channels"),
 )
 QUANTIZERS = [
     Quantizer(),
@@ -57,6 +59,41 @@ def test_opcheck_the_others(device):
             for bias in (None, torch.randn(17, device=device)):
                 torch.library.opcheck(operators.multiply.default, (*side, *side, bias, dtype), test_utils=checks)
     torch.library.opcheck(operators.draw_seed.default, (_seed(device),))
+    plain = torch.randn(17, 40, device=device)
+    torch.library.opcheck(operators.token_mean.default, (plain,))
+    mean = ops.token_mean(plain)
+    torch.library.opcheck(operators.subtract_mean.default, (plain, mean))
+    torch.library.opcheck(operators.times_matrix.default, (mean, plain))
+    left = torch.randn(1, 17, device=device)
+    torch.library.opcheck(operators.add_outer.default, (plain, left, mean, 3, torch.bfloat16))
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("quantizer", [QUANTIZERS[0], QUANTIZERS[1], QUANTIZERS[-1]], ids=str)
+@pytest.mark.parametrize("parts", [("residual", "value"), ("value",)])
+def test_patched_operands_are_what_concatenating_gives(quantizer, parts, centred, device):
+    x, channels = torch.randn(17, 40, device=device), torch.tensor([0, 3, 17, 39], device=device)
+    mean = ops.token_mean(x) if centred else None
+    rest = ops.subtract_mean(x, mean) if centred else x
+    patch, seed = Patch(channels=channels, parts=parts), _seed(device)
+    packed = ops.quantize(rest, quantizer, seed=seed, stream=2)
+    expected = ops.operand(ops.concatenate(packed, ops.patch_columns(rest, packed, quantizer, patch)), "bf16")
+    alone = ops.quantize(x, quantizer, seed=seed, stream=2, units="bf16", mean=mean, patch=patch)
+    options = {"seed": seed, "streams": (2, 3), "units": ("bf16", None), "mean": mean, "patch": patch}
+    first, second = ops.quantize_both(x, quantizer, quantizer, **options)
+    for found in (alone, first):
+        assert found.shape == expected.shape == (17, 48 + 16 * len(parts))
+        assert same_bits(found.values, expected.values)
+        assert same_bits(found.factor, expected.factor)
+    turned = ops.quantize(rest, quantizer, transposed=True, seed=seed, stream=3)
+    assert torch.equal(second.codes, turned.codes)
+    names = (quantizer.format.name, quantizer.rounding.value, quantizer.scale_rule.value)
+    arguments = (x, *names, 0, False, seed, 2, "bf16", mean, channels, "+".join(parts))
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic", "test_schema")
+    torch.library.opcheck(torch.ops.lightning_fp4.quantize.default, arguments, test_utils=checks)
+    spec = "/".join(names)
+    arguments = (x, spec, spec, 0, seed, 2, 3, "bf16", "", mean, channels, "+".join(parts))
+    torch.library.opcheck(torch.ops.lightning_fp4.quantize_both.default, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -148,10 +185,19 @@ def _every_operator(x, w):
     rows, columns = ops.quantize_both(w, square, square, units=("fp8", None))
     b = ops.quantize(w, square, hadamard=16)
     channels = ops.select_channels(ops.channel_scores(x, ops.quantize(x, square), w, b, "error"), 16)
-    rest, mean = ops.center(x)
-    patch = ops.patch_columns(w, b, square, channels, ("residual", "value"))
+    mean = ops.token_mean(x)
+    rest, outer = ops.subtract_mean(x, mean), ops.add_outer(x, x[:, :1].T, mean, 3, torch.float32)
+    patch = ops.patch_columns(w, b, square, Patch(channels=channels, parts=("residual", "value")))
     tensors = [a.codes, a.scales, a.amax, rows.values, rows.factor, columns.codes, columns.scales, columns.amax]
-    tensors += [ops.draw_seed(seed), seed, ops.gemm(a, b, None, torch.float32), ops.dequantize(a), channels, rest]
+    tensors += [
+        ops.draw_seed(seed),
+        seed,
+        ops.gemm(a, b, None, torch.float32),
+        ops.dequantize(a),
+        channels,
+        rest,
+        outer,
+    ]
     tensors += [ops.transpose(b).codes, *ops.patch_values(w, b, channels), ops.times_matrix(mean, w)]
     wide = ops.concatenate(b, patch)
     return [t.float() for t in (*tensors, patch.codes, patch.scales, wide.codes, wide.scales)]
@@ -184,7 +230,7 @@ def test_autocast_comes_back_after_an_error(device):
 def test_autograd_still_meets_the_operators(device):
     """None has a derivative of its own: what goes through them says so in backward, and is no constant."""
     x = torch.randn(4, 16, device=device, requires_grad=True)
-    rest, _ = ops.center(x)
+    rest = ops.subtract_mean(x, ops.token_mean(x.detach()))
     assert rest.requires_grad
     with pytest.raises(RuntimeError, match="register_autograd"):
         rest.sum().backward()

@@ -81,7 +81,8 @@ def test_a_mean_in_four_bits_meets_the_exact_weight():
     x, w = torch.randn(33, 80) + 5, torch.randn(48, 80)
     recipe = _recipe("averis-fp4", units="fp8")
     out = fp4_linear(x, w, None, recipe, new_rng_state(0, 0, "layer"))
-    rest, mean = ops.center(x)
+    mean = ops.token_mean(x)
+    rest = ops.subtract_mean(x, mean)
     left, right = recipe.fprop.lhs, recipe.fprop.rhs
     mean = reference.dequantize(reference.quantize(mean, left))
     weight = reference.quantize(w, right)
@@ -93,7 +94,7 @@ def test_a_mean_in_four_bits_meets_the_exact_weight():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_stays_packed(name, monkeypatch):
-    """Decoded at once unless a patch or a mean in four bits still has to read the codes; backward's operands always."""
+    """Decoded at once unless a patch of its own or a mean in four bits has to read the codes; backward's kept ones."""
     forms = []
     original = ops.gemm
 
@@ -103,7 +104,7 @@ def test_what_stays_packed(name, monkeypatch):
 
     monkeypatch.setattr(ops, "gemm", gemm)
     _run(_recipe(name))
-    packed = name.startswith("chon") or name == "averis-fp4"
+    packed = name in ("chon-dual", "chon-high_precision", "averis-fp4")
     forward = (FP4Tensor, FP4Tensor) if packed else (FP4Operand, FP4Operand)
     assert forms[:-2] == [forward] * (2 if name == "chon-dual" else 1)
     assert forms[-2:] == [(FP4Operand, FP4Tensor)] * 2  # dgrad and wgrad

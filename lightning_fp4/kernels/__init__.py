@@ -1,8 +1,21 @@
 """The reference's operations in Triton: the same bits, faster. Importing needs Triton; ``ops`` decides whether to."""
 
 from lightning_fp4.kernels.amax import amax
+from lightning_fp4.kernels.centering import add_outer, times_matrix, token_mean
 from lightning_fp4.kernels.dequantize import dequantize, operand
 from lightning_fp4.kernels.finish import finish
 from lightning_fp4.kernels.quantize import Form, quantize, quantize_both, supports
 
-__all__ = ["Form", "amax", "dequantize", "finish", "operand", "quantize", "quantize_both", "supports"]
+__all__ = [
+    "Form",
+    "add_outer",
+    "amax",
+    "dequantize",
+    "finish",
+    "operand",
+    "quantize",
+    "quantize_both",
+    "supports",
+    "times_matrix",
+    "token_mean",
+]

@@ -75,6 +75,12 @@ def grid_of(x: Tensor, block_m: int, block_n: int) -> tuple[int, int, int]:
     return ceil_div(x.shape[1], block_n), min(tiles_m, _MOST_Y), ceil_div(tiles_m, _MOST_Y)
 
 
+def is_word_aligned(x: Tensor, group: int) -> bool:
+    """Whether the rows of ``x`` are contiguous, hold whole groups, and start at multiples of 16 bytes."""
+    bytes_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return x.stride(1) == 1 and x.shape[1] % group == 0 and bytes_aligned
+
+
 def is_even(x: Tensor, block_m: int, block_n: int) -> bool:
     """Whether whole tiles cover ``x``, in a grid without programs to spare."""
     tiles_m = x.shape[0] // block_m

@@ -93,6 +93,59 @@ def load_columns(ptr, stride_m, stride_n, offs_g, offs_n, rows, columns, C: tl.c
 
 
 @triton.jit
+def subtract_from_rows(
+    values, mean_ptr, offs_m, offs_g, rows, columns, C: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Values of rows without the mean of each column, rounded to ``dtype``, and the largest magnitude of each group."""
+    centered = ()
+    for i in tl.static_range(C):
+        offs_n = offs_g * C + i
+        if EVEN:
+            value = values[i] - tl.load(mean_ptr + offs_n)[:, None]
+        else:
+            mean = tl.load(mean_ptr + offs_n, mask=offs_n < columns, other=0.0)
+            value = tl.where(offs_m[None, :] < rows, values[i] - mean[:, None], 0.0)  # padding stays zero
+        centered = centered + (value,)
+    return _device.round_to(centered, dtype, ASM)
+
+
+@triton.jit
+def subtract_from_columns(
+    values, mean_ptr, offs_g, offs_n, rows, columns, C: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """The same for values of columns."""
+    if EVEN:
+        mean = tl.load(mean_ptr + offs_n)
+    else:
+        mean = tl.load(mean_ptr + offs_n, mask=offs_n < columns, other=0.0)
+    centered = ()
+    for i in tl.static_range(C):
+        value = values[i] - mean[None, :]
+        if not EVEN:
+            value = tl.where((offs_g * C + i < rows)[:, None], value, 0.0)  # padding stays zero
+        centered = centered + (value,)
+    return _device.round_to(centered, dtype, ASM and C >= 16)
+
+
+@triton.jit
+def load_globals(ptr, offs, mask, ENCODED_MAX: tl.constexpr, BY: tl.constexpr, ASM: tl.constexpr):
+    """The global maximum of a form, ``[1]`` or one for each of ``offs``; its encoding scale; and the inverse of that.
+
+    The maximum is 1 if the format has none.
+    """
+    if BY == "none":
+        amax = tl.full((1,), 1.0, tl.float32)
+    elif BY == "tensor":
+        amax = tl.load(ptr + tl.arange(0, 1))
+    else:
+        amax = tl.load(ptr + offs, mask=mask, other=0.0)
+    global_encode = _device.encode_scale(amax, ENCODED_MAX)
+    return amax, global_encode, _device.reciprocal(global_encode, ASM)
+
+
+@triton.jit
 def over_block_rows(x, R: tl.constexpr, TAKE_MAX: tl.constexpr):
     """Combine ``R`` neighbours along the last axis (by maximum or pairwise sum) and give each of them the result."""
     A: tl.constexpr = x.shape[0]
@@ -174,32 +227,21 @@ def store_words(ptr, words, offs, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def quantize_groups(
-    values, block_amax, first_out, offs_out, first_g, offs_g, outs, block_count, amax, global_encode, global_decode,
-    out_ptr, scale_ptr, seed_ptr, stream,
-    ENCODED_MAX: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr, R: tl.constexpr, E8M0: tl.constexpr,
-    RULE: tl.constexpr, STOCHASTIC: tl.constexpr, CANDIDATES: tl.constexpr, NATIVE_E4M3: tl.constexpr,
-    ASM: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Quantise and store a tile; a group is a block, or with ``R`` others along the last axis a square block.
-
-    ``block_amax`` are the largest magnitudes of the groups.
-
-    ``offs_out`` (rows of the output), ``offs_g`` (groups within a row), and ``amax`` with what ``_device.encode_scale``
-    makes of it and the reciprocal of that, broadcast to the shape of the tensors. The offsets count from ``first_out``
-    and ``first_g`` (int64), where the tile starts in an output of ``outs`` rows of ``block_count`` groups.
-    """
+def over_block(amax, R: tl.constexpr):
+    """Largest magnitudes of blocks, from those of their groups; keeps NaN."""
     if R > 1:
-        bits = over_block_rows(_device.magnitude_bits(block_amax), R, True)
-        block_amax = bits.to(tl.float32, bitcast=True)
-    first = first_out * block_count + first_g
-    offs = offs_out * block_count + offs_g
-    words = ()
-    if STOCHASTIC:
-        calls = (first + _device.in_place_of(offs, values[0], ASM)) * (len(values) // 16)
-        for i in tl.static_range(len(values) // 16):
-            w0, w1, w2, w3 = _device.random_words(calls + i, seed_ptr, stream)
-            words = words + (w0, w1, w2, w3)
+        amax = over_block_rows(_device.magnitude_bits(amax), R, True).to(tl.float32, bitcast=True)
+    return amax
+
+
+@triton.jit
+def encode_blocks(
+    values, group_amax, words, amax, global_encode, global_decode, ENCODED_MAX: tl.constexpr, R: tl.constexpr,
+    E8M0: tl.constexpr, RULE: tl.constexpr, STOCHASTIC: tl.constexpr, CANDIDATES: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """E2M1 values and scale bytes of a tile; see :func:`encode` and :func:`quantize_groups` for the arguments."""
+    block_amax = over_block(group_amax, R)
     scales = _device.candidate_scale(block_amax, global_encode, 0, 0, RULE, E8M0, NATIVE_E4M3)
     factors = _device.block_encode(scales, global_decode, E8M0, ASM)
     encoded = encode(values, factors, block_amax, words, STOCHASTIC, ASM)
@@ -218,7 +260,41 @@ def quantize_groups(
             encoded = picked
             scales = tl.where(is_better, candidate, scales)
             error = tl.where(is_better, other_error, error)
+    return encoded, scales
+
+
+@triton.jit
+def quantize_groups(
+    values, block_amax, first_out, offs_out, first_g, offs_g, outs, block_count, out_stride, amax, global_encode,
+    global_decode, out_ptr, scale_ptr, seed_ptr, stream,
+    ENCODED_MAX: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr, R: tl.constexpr, E8M0: tl.constexpr,
+    RULE: tl.constexpr, STOCHASTIC: tl.constexpr, CANDIDATES: tl.constexpr, NATIVE_E4M3: tl.constexpr,
+    ASM: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Quantise and store a tile; a group is a block, or with ``R`` others along the last axis a square block.
+
+    ``block_amax`` are the largest magnitudes of the groups.
+
+    ``offs_out`` (rows of the output), ``offs_g`` (groups within a row), and ``amax`` with what ``_device.encode_scale``
+    makes of it and the reciprocal of that, broadcast to the shape of the tensors. The offsets count from ``first_out``
+    and ``first_g`` (int64), where the tile starts in an output of ``outs`` rows of ``block_count`` groups,
+    whose values or codes start ``out_stride`` groups apart.
+    """
+    first = first_out * block_count + first_g
+    offs = offs_out * block_count + offs_g
+    words = ()
+    if STOCHASTIC:
+        calls = (first + _device.in_place_of(offs, values[0], ASM)) * (len(values) // 16)
+        for i in tl.static_range(len(values) // 16):
+            w0, w1, w2, w3 = _device.random_words(calls + i, seed_ptr, stream)
+            words = words + (w0, w1, w2, w3)
+    encoded, scales = encode_blocks(
+        values, block_amax, words, amax, global_encode, global_decode, ENCODED_MAX, R, E8M0, RULE, STOCHASTIC,
+        CANDIDATES, NATIVE_E4M3, ASM,
+    )  # fmt: skip
     mask = (first_out + offs_out < outs) & (first_g + offs_g < block_count)
+    first_place = first_out * out_stride + first_g
+    place = offs_out * out_stride + offs_g
     decode = _device.scale_decode(scales, E8M0)
     if UNITS == "packed":
         signed = encoded
@@ -231,7 +307,7 @@ def quantize_groups(
         for i in tl.static_range(len(codes)):
             # NaN is in the scale; the codes beside it are zero.
             visible = visible + (tl.where(decode == decode, codes[i], 0),)
-        store_words(out_ptr + first * len(codes), visible, offs, mask, EVEN)
+        store_words(out_ptr + first_place * len(codes), visible, place, mask, EVEN)
         if R > 1:
             mask = mask & (offs_out % R == 0)
             first = (first_out // R) * block_count + first_g
@@ -242,4 +318,4 @@ def quantize_groups(
             tl.store(scale_ptr + first + offs, scales.to(tl.uint8), mask=mask)
     else:
         words = _device.pack_operand(encoded, decode * SHIFT, UNITS, NATIVE_E4M3)
-        store_words(out_ptr + first * len(words), words, offs, mask, EVEN)
+        store_words(out_ptr + first_place * len(words), words, place, mask, EVEN)

@@ -12,26 +12,36 @@ from torch import Tensor
 
 from lightning_fp4.formats import GlobalScale
 from lightning_fp4.kernels import _device
-from lightning_fp4.kernels._launch import Launcher, check_input, grid_of, is_even, is_wide
-from lightning_fp4.kernels._tiles import corner, load_columns, tile_of_program
+from lightning_fp4.kernels._launch import (
+    Launcher,
+    check_input,
+    grid_of,
+    is_even,
+    is_interpreted,
+    is_wide,
+)
+from lightning_fp4.kernels._tiles import corner, load_columns, subtract_from_columns, tile_of_program
 
 
 @triton.jit
 def _amax_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, stride_m, stride_n, rows, columns, tensor_ptr, row_ptr, column_ptr,
-    TENSOR: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, ROTATED: tl.constexpr, HADAMARD: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, stride_m, stride_n, rows, columns, mean_ptr, tensor_ptr, row_ptr, column_ptr,
+    CENTER: tl.constexpr, TENSOR: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, ROTATED: tl.constexpr,
+    HADAMARD: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile into the maxima, which are float32 bits in int32, zero at the start.
 
     ``TENSOR``: one for ``x``. ``ROW``, ``COLUMN``: one for each row and (after the rotation) column. ``ROTATED``: one
-    for the rotated ``x``, in the place of ``COLUMN``.
+    for the rotated ``x``, in the place of ``COLUMN``. ``CENTER``: of ``x`` without the mean of each column.
     """
     pid_m, pid_n = tile_of_program()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     index_type: tl.constexpr = tl.int64 if WIDE else tl.int32
     start = x_ptr + corner(stride_m, stride_n, pid_m, pid_n, BLOCK_M, BLOCK_N)
     rows = rows - pid_m * BLOCK_M
     columns = columns - pid_n * BLOCK_N
+    mean_ptr += pid_n * BLOCK_N if CENTER else 0
     row_ptr += pid_m * BLOCK_M
     column_ptr += pid_n * BLOCK_N if COLUMN else 0
     offs_n = tl.arange(0, BLOCK_N).to(index_type)
@@ -42,7 +52,11 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
             x = tl.load(place)
         else:
             x = tl.load(place, mask=(offs_m[:, None] < rows) & (offs_n[None, :] < columns), other=0.0)
-        bits = _device.magnitude_bits(x.to(tl.float32))
+        x = x.to(tl.float32)
+        if CENTER:
+            mean = tl.load(mean_ptr + offs_n, mask=offs_n < columns, other=0.0)
+            x = _device.round_one(tl.where(offs_m[:, None] < rows, x - mean[None, :], 0.0), dtype)
+        bits = _device.magnitude_bits(x)
         if TENSOR:
             tl.atomic_max(tensor_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
         if ROW:
@@ -52,8 +66,14 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
     else:
         offs_g = tl.arange(0, BLOCK_M // HADAMARD).to(index_type)
         values = load_columns(start, stride_m, stride_n, offs_g, offs_n, rows, columns, HADAMARD, EVEN)
+        if CENTER:
+            values, largest = subtract_from_columns(
+                values, mean_ptr, offs_g, offs_n, rows, columns, HADAMARD, dtype, ASM, EVEN
+            )
+        else:
+            largest = _device.group_amax(values)
         if TENSOR:
-            plain = _device.magnitude_bits(_device.group_amax(values))
+            plain = _device.magnitude_bits(largest)
             tl.atomic_max(tensor_ptr, tl.max(tl.max(plain, axis=1), axis=0), sem="relaxed")
         if ROW:
             for i in tl.static_range(HADAMARD):
@@ -61,8 +81,8 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
                 by_row = tl.max(_device.magnitude_bits(values[i]), axis=1)
                 tl.atomic_max(row_ptr + offs_m, by_row, mask=offs_m < rows, sem="relaxed")
         # Rounding is monotonic, so rounding the maximum is as good as rounding all.
-        rotated = _device.group_amax(_device.rotate(values, HADAMARD, x_ptr.dtype.element_ty))
-        rotated = _device.magnitude_bits(_device.round_one(rotated, x_ptr.dtype.element_ty))
+        rotated = _device.group_amax(_device.rotate(values, HADAMARD, dtype))
+        rotated = _device.magnitude_bits(_device.round_one(rotated, dtype))
         if ROTATED:
             tl.atomic_max(column_ptr, tl.max(tl.max(rotated, axis=1), axis=0), sem="relaxed")
         if COLUMN:
@@ -75,7 +95,11 @@ def _launcher(kernel: Any, **constants: Any) -> Launcher:
 
 
 def amax(
-    x: Tensor, rows: GlobalScale | None, columns: GlobalScale | None, hadamard: int | None = None
+    x: Tensor,
+    rows: GlobalScale | None,
+    columns: GlobalScale | None,
+    hadamard: int | None = None,
+    mean: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The maxima that the row form and the column form of ``x`` ``[M, N]`` need.
 
@@ -84,6 +108,7 @@ def amax(
         rows: what the row form scales by: ``"tensor"``, each ``"row"``, or ``None``.
         columns: the same for the column form, whose rows are the columns of ``x``.
         hadamard: the column form's rotation, along the columns of ``x``.
+        mean: float32 ``[1, N]``, contiguous, taken out of each row of ``x`` first.
 
     Returns:
         float32 ``[1, 1]``, ``[M, 1]`` / ``[N, 1]`` or ``None`` for each form. NaN propagates.
@@ -100,11 +125,14 @@ def amax(
         block_m, block_n = (128, 64) if hadamard else (64, 128)
         rotate = hadamard if hadamard and columns else 0
         launch = _launcher(
-            _amax_kernel, TENSOR=plain, ROW=rows == "row", COLUMN=columns == "row", ROTATED=rotated,
-            HADAMARD=rotate, EVEN=is_even(x, block_m, block_n), WIDE=is_wide(x, block_m, block_n),
-            BLOCK_M=block_m, BLOCK_N=block_n,
+            _amax_kernel, CENTER=mean is not None, TENSOR=plain, ROW=rows == "row", COLUMN=columns == "row",
+            ROTATED=rotated, HADAMARD=rotate, ASM=not is_interpreted(), EVEN=is_even(x, block_m, block_n),
+            WIDE=is_wide(x, block_m, block_n), BLOCK_M=block_m, BLOCK_N=block_n,
         )  # fmt: skip
-        launch(grid_of(x, block_m, block_n), x, *x.stride(), *x.shape, *bits.split_with_sizes(sizes))
+        launch(
+            grid_of(x, block_m, block_n), x, *x.stride(), *x.shape, x if mean is None else mean,
+            *bits.split_with_sizes(sizes),
+        )  # fmt: skip
     of_tensor, of_rows, of_columns = bits.view(torch.float32).split_with_sizes(sizes)
     by_rows = {None: None, "tensor": of_tensor, "row": of_rows}[rows]
     by_columns = {None: None, "tensor": of_columns if hadamard else of_tensor, "row": of_columns}[columns]

@@ -23,36 +23,25 @@ from lightning_fp4.kernels._launch import (
     is_even,
     is_interpreted,
     is_wide,
+    is_word_aligned,
 )
 from lightning_fp4.kernels._tiles import (
     corner,
     load_columns,
+    load_globals,
     load_rows,
     load_words,
     quantize_groups,
+    subtract_from_columns,
+    subtract_from_rows,
     tile_of_program,
 )
 from lightning_fp4.kernels.amax import amax
+from lightning_fp4.kernels.hot_channels import append_patch
 from lightning_fp4.quantizer import Quantizer, Rounding, ScaleRule
-from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units, operand_shift
+from lightning_fp4.tensor import FP4Operand, FP4Tensor, Patch, Units, operand_shift
 
 _BLOCK_M, _BLOCK_N, _WARPS, _REGISTERS = 64, 64, 4, None
-
-
-@triton.jit
-def load_globals(ptr, offs, mask, ENCODED_MAX: tl.constexpr, BY: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The global maximum of a form, ``[1]`` or one for each of ``offs``; its encoding scale; and the inverse of that.
-
-    The maximum is 1 if the format has none.
-    """
-    if BY == "none":
-        amax = tl.full((1,), 1.0, tl.float32)
-    elif BY == "tensor":
-        amax = tl.load(ptr + tl.arange(0, 1))
-    else:
-        amax = tl.load(ptr + offs, mask=mask, other=0.0)
-    global_encode = _device.encode_scale(amax, ENCODED_MAX)
-    return amax, global_encode, _device.reciprocal(global_encode, ASM)
 
 
 @triton.jit
@@ -67,7 +56,7 @@ def store_factor(ptr, amax, offs, mask, ENCODED_MAX: tl.constexpr, SHIFT: tl.con
 
 @triton.jit
 def _quantize_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, word_ptr, stride_m, stride_n, rows, columns, seed_ptr,
+    x_ptr, word_ptr, stride_m, stride_n, rows, columns, mean_ptr, seed_ptr, out_stride,
     row_amax_ptr, row_out_ptr, row_scale_ptr, row_factor_ptr, row_stream,
     column_amax_ptr, column_out_ptr, column_scale_ptr, column_factor_ptr, column_stream,
     ROW_UNITS: tl.constexpr, ROW_BY: tl.constexpr, ROW_MAX: tl.constexpr, ROW_SHIFT: tl.constexpr,
@@ -76,13 +65,14 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     COLUMN_UNITS: tl.constexpr, COLUMN_BY: tl.constexpr, COLUMN_MAX: tl.constexpr, COLUMN_SHIFT: tl.constexpr,
     COLUMN_R: tl.constexpr, COLUMN_C: tl.constexpr, COLUMN_E8M0: tl.constexpr, COLUMN_RULE: tl.constexpr,
     COLUMN_STOCHASTIC: tl.constexpr, COLUMN_CANDIDATES: tl.constexpr,
-    HADAMARD: tl.constexpr, WORDS: tl.constexpr, NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CENTER: tl.constexpr, HADAMARD: tl.constexpr, WORDS: tl.constexpr, NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``x`` ``[rows, columns]`` to the forms whose ``UNITS`` are not ``"none"``.
 
     With ``WORDS`` the rows are contiguous and whole numbers of groups, and ``word_ptr`` is ``x_ptr`` to int64. With
-    ``WIDE`` offsets within a tile may exceed 32 bits.
+    ``WIDE`` offsets within a tile may exceed 32 bits. With ``CENTER`` the mean of each column is taken out first. Rows
+    of the row form are ``out_stride`` groups apart.
     """
     pid_m, pid_n = tile_of_program()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -107,7 +97,11 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
             values = load_rows(
                 start, stride_m, stride_n, offs_m, offs_g, rows - first_m, columns - first_n, ROW_C, EVEN
             )
-        if WORDS and dtype == tl.bfloat16 and ASM:
+        if CENTER:
+            values, block_amax = subtract_from_rows(
+                values, mean_ptr + first_n, offs_m, offs_g, rows - first_m, columns - first_n, ROW_C, dtype, ASM, EVEN
+            )
+        elif WORDS and dtype == tl.bfloat16 and ASM:
             block_amax = _device.pairs_amax(pairs)
         else:
             block_amax = _device.group_amax(values)
@@ -116,7 +110,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
         if ROW_UNITS != "packed" and pid_n == 0 and (ROW_BY == "row" or pid_m == 0):
             store_factor(row_factor_ptr, amax, first_m + offs_m, in_rows, ROW_MAX, ROW_SHIFT, ROW_BY)
         quantize_groups(
-            values, block_amax, first_m, offs_m[None, :], first_g, offs_g[:, None], rows, groups,
+            values, block_amax, first_m, offs_m[None, :], first_g, offs_g[:, None], rows, groups, out_stride,
             amax[None, :], encode[None, :], decode[None, :], row_out_ptr, row_scale_ptr, seed_ptr, row_stream,
             ROW_MAX, ROW_UNITS, ROW_SHIFT, ROW_R, ROW_E8M0, ROW_RULE, ROW_STOCHASTIC, ROW_CANDIDATES,
             NATIVE_E4M3, ASM, EVEN,
@@ -128,16 +122,21 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
         values = load_columns(
             start, stride_m, stride_n, offs_g, offs_n, rows - first_m, columns - first_n, COLUMN_C, EVEN
         )
+        if CENTER:
+            values, block_amax = subtract_from_columns(
+                values, mean_ptr + first_n, offs_g, offs_n, rows - first_m, columns - first_n, COLUMN_C, dtype, ASM,
+                EVEN,
+            )  # fmt: skip
         if HADAMARD > 0:
             values, block_amax = _device.round_to(_device.rotate(values, HADAMARD, dtype), dtype, ASM)
-        else:
+        elif not CENTER:
             block_amax = _device.group_amax(values)
         in_columns = first_n + offs_n < columns
         amax, encode, decode = load_globals(column_amax_ptr, first_n + offs_n, in_columns, COLUMN_MAX, COLUMN_BY, ASM)
         if COLUMN_UNITS != "packed" and pid_m == 0 and (COLUMN_BY == "row" or pid_n == 0):
             store_factor(column_factor_ptr, amax, first_n + offs_n, in_columns, COLUMN_MAX, COLUMN_SHIFT, COLUMN_BY)
         quantize_groups(
-            values, block_amax, first_n, offs_n[None, :], first_g, offs_g[:, None], columns, groups,
+            values, block_amax, first_n, offs_n[None, :], first_g, offs_g[:, None], columns, groups, groups,
             amax[None, :], encode[None, :], decode[None, :], column_out_ptr, column_scale_ptr, seed_ptr, column_stream,
             COLUMN_MAX, COLUMN_UNITS, COLUMN_SHIFT, COLUMN_R, COLUMN_E8M0, COLUMN_RULE, COLUMN_STOCHASTIC,
             COLUMN_CANDIDATES, NATIVE_E4M3, ASM, EVEN,
@@ -152,11 +151,13 @@ class Form:
         quantizer: how.
         stream: random stream of stochastic rounding.
         units: ``None`` for packed codes and scales, ``"bf16"`` or ``"fp8"`` for the values those units multiply.
+        patch: columns that a decoded row form gains, ``None`` for none.
     """
 
     quantizer: Quantizer
     stream: int = 0
     units: Units | None = None
+    patch: Patch | None = None
 
 
 class _Layout:
@@ -210,6 +211,10 @@ class _Output:
         self.layout, self.amax, self.shape, self.stream = layout, amax, (rows, columns), form.stream
         blocks = ceil_div(columns, layout.block_columns)
         width = blocks * layout.block_columns
+        if form.patch is not None:
+            width += form.patch.width(layout.block_columns)
+            self.shape = (rows, width)
+        self.stride = width // layout.block_columns  # groups from one row to the next
         self.factor: Tensor | None = None
         self.scales: Tensor | None = None
         if layout.units is None:
@@ -244,19 +249,19 @@ class _Output:
         )
 
 
-def _is_word_aligned(x: Tensor, group: int) -> bool:
-    """Whether the rows of ``x`` are contiguous, hold whole groups, and start at multiples of 16 bytes."""
-    bytes_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-    return x.stride(1) == 1 and x.shape[1] % group == 0 and bytes_aligned
-
-
 def supports(quantizer: Quantizer, hadamard: int | None = None, units: Units | None = None) -> bool:
     """Whether the kernels can do this: rotations no longer than a block, codes or operands of a GPU's units."""
     return (hadamard is None or hadamard <= quantizer.format.block[1]) and units in (None, "bf16", "fp8")
 
 
 def quantize_both(
-    x: Tensor, rows: Form | None, columns: Form | None, *, hadamard: int | None = None, seed: Tensor | None = None
+    x: Tensor,
+    rows: Form | None,
+    columns: Form | None,
+    *,
+    hadamard: int | None = None,
+    seed: Tensor | None = None,
+    mean: Tensor | None = None,
 ) -> tuple[FP4Tensor | FP4Operand | None, FP4Tensor | FP4Operand | None]:
     """Quantise ``x`` along its rows, and ``x.T`` along its rows, reading ``x`` once (and once for the maxima).
 
@@ -266,14 +271,19 @@ def quantize_both(
         columns: what the column form becomes, ``None`` to leave it out.
         hadamard: rotate groups of this length along the columns for the column form.
         seed: int64 ``[2]``, key and step; needed by stochastic rounding only.
+        mean: float32 ``[1, N]``, taken out of each row of ``x`` first as ``reference.subtract_mean`` does.
 
     Returns:
-        The row form ``[M, N]`` and the column form ``[N, M]``.
+        The row form ``[M, N]``, with a patch ``[M, padded N + its width]``, and the column form ``[N, M]``.
 
     Raises:
-        ValueError: for what :func:`supports` denies, a missing seed, or an ``x`` that the kernels cannot read.
+        ValueError: for what :func:`supports` denies, a missing seed, a patch of a form that cannot have one, or an
+            ``x`` that the kernels cannot read.
     """
     check_input(x, hadamard)
+    if (rows and rows.patch and rows.units is None) or (columns and columns.patch):
+        raise ValueError("Only a decoded row form can have a `patch`.")
+    mean = None if mean is None else mean.contiguous()
     if columns is not None and not supports(columns.quantizer, hadamard):
         raise ValueError(f"`hadamard={hadamard}` is longer than the blocks of {columns.quantizer.format}.")
     if seed is None and any(form and form.quantizer.rounding is Rounding.STOCHASTIC for form in (rows, columns)):
@@ -283,23 +293,24 @@ def quantize_both(
         rows.quantizer.format.global_scale if rows else None,
         columns.quantizer.format.global_scale if columns else None,
         hadamard if columns else None,
+        mean,
     )
     by_rows = None if rows is None else _Output(x, rows, row_amax, x.shape[0], x.shape[1])
     by_columns = None if columns is None else _Output(x, columns, column_amax, x.shape[1], x.shape[0])
     outputs = [output for output in (by_rows, by_columns) if output is not None]
     if outputs and x.numel():
-        words = by_rows is not None and _is_word_aligned(x, by_rows.layout.block_columns)
+        words = by_rows is not None and is_word_aligned(x, by_rows.layout.block_columns)
         launch = _launcher(
             _quantize_kernel,
             None if by_rows is None else by_rows.layout, None if by_columns is None else by_columns.layout,
-            HADAMARD=hadamard if hadamard and columns else 0, WORDS=words, NATIVE_E4M3=has_e4m3(x),
-            EVEN=is_even(x, _BLOCK_M, _BLOCK_N), WIDE=is_wide(x, _BLOCK_M, _BLOCK_N),
+            CENTER=mean is not None, HADAMARD=hadamard if hadamard and columns else 0, WORDS=words,
+            NATIVE_E4M3=has_e4m3(x), EVEN=is_even(x, _BLOCK_M, _BLOCK_N), WIDE=is_wide(x, _BLOCK_M, _BLOCK_N),
             BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, warps=_WARPS, registers=_REGISTERS,
         )  # fmt: skip
         unused = (x, x, x, x, 0)
         launch(
             grid_of(x, _BLOCK_M, _BLOCK_N), x, x.view(torch.int64) if words else x, *x.stride(), *x.shape,
-            x if seed is None else seed,
+            x if mean is None else mean, x if seed is None else seed, 0 if by_rows is None else by_rows.stride,
             *(unused if by_rows is None else by_rows.arguments()),
             *(unused if by_columns is None else by_columns.arguments()),
         )  # fmt: skip
@@ -307,6 +318,10 @@ def quantize_both(
         for output in outputs:
             if output.factor is not None:
                 output.factor.zero_()
+    if by_rows is not None and rows is not None and rows.patch is not None:
+        append_patch(
+            x, by_rows.out, row_amax, rows.quantizer, rows.patch, mean=mean, seed=seed, stream=rows.stream
+        )  # fmt: skip
     return None if by_rows is None else by_rows.result(), None if by_columns is None else by_columns.result()
 
 
@@ -319,17 +334,20 @@ def quantize(
     seed: Tensor | None = None,
     stream: int = 0,
     units: Units | None = None,
+    mean: Tensor | None = None,
+    patch: Patch | None = None,
 ) -> FP4Tensor | FP4Operand:
     """One form alone: ``x``, or ``x.T`` if ``transposed``, quantised along its last axis.
 
     Arguments are those of ``lightning_fp4.ops.quantize``; errors are those of :func:`quantize_both`.
     """
-    form = Form(quantizer=quantizer, stream=stream, units=units)
+    form = Form(quantizer=quantizer, stream=stream, units=units, patch=patch)
     if hadamard and not transposed:
+        assert mean is None
         x, transposed = x.T, True  # rotations run along columns
     if transposed:
-        _, quantized = quantize_both(x, None, form, hadamard=hadamard, seed=seed)
+        _, quantized = quantize_both(x, None, form, hadamard=hadamard, seed=seed, mean=mean)
     else:
-        quantized, _ = quantize_both(x, form, None, seed=seed)
+        quantized, _ = quantize_both(x, form, None, seed=seed, mean=mean)
     assert quantized is not None
     return quantized

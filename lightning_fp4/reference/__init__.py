@@ -1,6 +1,6 @@
 """What every operation means, in plain PyTorch. Written to be believed; kernels have to match it."""
 
-from lightning_fp4.reference.centering import center, times_matrix
+from lightning_fp4.reference.centering import add_outer, subtract_mean, times_matrix, token_mean
 from lightning_fp4.reference.gemm import gemm, multiply, sums
 from lightning_fp4.reference.hadamard import hadamard_matrix, rotate
 from lightning_fp4.reference.hot_channels import (
@@ -15,7 +15,7 @@ from lightning_fp4.reference.philox import random_bytes
 from lightning_fp4.reference.quantize import decode_blocks, dequantize, global_decode, operand, quantize, transpose
 
 __all__ = [
-    "center",
+    "add_outer",
     "channel_scores",
     "concatenate",
     "decode_blocks",
@@ -32,7 +32,9 @@ __all__ = [
     "random_bytes",
     "rotate",
     "select_channels",
+    "subtract_mean",
     "sums",
     "times_matrix",
+    "token_mean",
     "transpose",
 ]

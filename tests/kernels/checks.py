@@ -6,7 +6,7 @@ import torch
 
 from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, FP4Tensor, Quantizer, kernels, reference
 from lightning_fp4.kernels import Form
-from lightning_fp4.tensor import FP4Operand
+from lightning_fp4.tensor import FP4Operand, Patch
 from tests.helpers import same_bits
 
 RULES = [
@@ -44,17 +44,28 @@ def seed(device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def expected_form(
-    x: torch.Tensor, quantizer: Quantizer, *, hadamard: int | None = None, transposed: bool = False, stream: int = 0
+    x: torch.Tensor,
+    quantizer: Quantizer,
+    *,
+    hadamard: int | None = None,
+    transposed: bool = False,
+    stream: int = 0,
+    mean: torch.Tensor | None = None,
+    patch: Patch | None = None,
 ) -> FP4Tensor:
     """The reference on the CPU."""
-    x = x.cpu()
+    x = x.cpu() if mean is None else reference.subtract_mean(x.cpu(), mean.cpu())
     matrix = x.T if transposed else x
     matrix = reference.rotate(matrix, hadamard) if hadamard else matrix
     bits = None
     if quantizer.rounding.value == "stochastic":
         padded = matrix.shape[1] + -matrix.shape[1] % quantizer.format.block[1]
         bits = reference.random_bytes(matrix.shape[0], padded, seed(), stream)
-    return reference.quantize(matrix, quantizer, random_bits=bits)
+    quantized = reference.quantize(matrix, quantizer, random_bits=bits)
+    if patch is None:
+        return quantized
+    gained = reference.patch_columns(matrix, quantized, quantizer, patch.channels.cpu(), patch.parts)
+    return reference.concatenate([quantized, gained])
 
 
 def assert_same_form(actual: FP4Tensor | FP4Operand, expected: FP4Tensor) -> None:
@@ -85,20 +96,49 @@ def check_both(
     hadamard: int | None = None,
     units: tuple[str | None, str | None] = (None, None),
     columns: Quantizer | None = None,
+    mean: torch.Tensor | None = None,
+    patch: Patch | None = None,
 ) -> None:
     """Both forms from one call are those of the reference."""
     columns = columns or quantizer
     by_rows, by_columns = kernels.quantize_both(
         x,
-        Form(quantizer=quantizer, stream=3, units=units[0]),
+        Form(quantizer=quantizer, stream=3, units=units[0], patch=patch),
         Form(quantizer=columns, stream=2**32 - 1, units=units[1]),
         hadamard=hadamard,
         seed=seed(x.device),
+        mean=mean,
     )
-    assert by_rows.shape == (x.shape[0], x.shape[1])
+    expected = expected_form(x, quantizer, stream=3, mean=mean, patch=patch)
+    assert by_rows.shape == expected.shape
     assert by_columns.shape == (x.shape[1], x.shape[0])
-    assert_same_form(by_rows, expected_form(x, quantizer, stream=3))
-    assert_same_form(by_columns, expected_form(x, columns, hadamard=hadamard, transposed=True, stream=2**32 - 1))
+    assert_same_form(by_rows, expected)
+    assert_same_form(
+        by_columns, expected_form(x, columns, hadamard=hadamard, transposed=True, stream=2**32 - 1, mean=mean)
+    )
+
+
+def check_patch(
+    x: torch.Tensor, quantizer: Quantizer, channels: torch.Tensor, units: str = "bf16", mean: torch.Tensor | None = None
+) -> None:
+    """A decoded row form with each choice of parts is that of the reference."""
+    for parts in (("residual", "value"), ("value", "residual"), ("residual",), ("value",)):
+        patch = Patch(channels=channels.to(x.device), parts=parts)
+        check_both(x, quantizer, units=(units, None), mean=mean, patch=patch)
+
+
+def check_mean(x: torch.Tensor) -> torch.Tensor:
+    """The mean is the reference's, to the bit."""
+    mean = kernels.token_mean(x)
+    assert same_bits(mean.cpu(), reference.token_mean(x.cpu()))
+    return mean
+
+
+def check_times_matrix(mean: torch.Tensor, matrix: torch.Tensor) -> None:
+    """A product of float32 sums in another order."""
+    expected = mean.cpu().double() @ matrix.cpu().double().T
+    bound = (matrix.shape[1] + 1) * 2**-24 * (mean.cpu().double().abs() @ matrix.cpu().double().abs().T)
+    assert ((kernels.times_matrix(mean, matrix).cpu().double() - expected[0]).abs() <= bound[0]).all()
 
 
 def check_decode(x: torch.Tensor, quantizer: Quantizer) -> None:

@@ -6,7 +6,17 @@ import torch
 from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, Quantizer, kernels, reference
 from lightning_fp4.kernels import _device
 from lightning_fp4.reference.hadamard import _SIGNS
-from tests.kernels.checks import QUANTIZERS, check_both, check_decode, seed, wide
+from lightning_fp4.tensor import Patch
+from tests.kernels.checks import (
+    QUANTIZERS,
+    check_both,
+    check_decode,
+    check_mean,
+    check_patch,
+    check_times_matrix,
+    seed,
+    wide,
+)
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
@@ -80,6 +90,64 @@ def test_finish():
         assert torch.equal(kernels.finish(sums, lhs, rhs, bias, torch.float32), expected + bias.float())
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (1, 7), (2, 64), (300, 70), (513, 3), (8, 0)])
+def test_means(shape):
+    for dtype in DTYPES:
+        check_mean((torch.randn(shape) * torch.randn(shape[0], 1).exp() ** 3).to(dtype))
+    check_mean(torch.randn(shape).T)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (5, 300), (130, 40), (3, 0), (0, 3)])
+def test_means_times_a_matrix(sizes):
+    outs, length = sizes
+    for matrix in (torch.randn(outs, length).bfloat16(), torch.randn(length, outs).T):
+        check_times_matrix(torch.randn(1, length), matrix)
+
+
+def test_outer_products():
+    product, left, right = torch.randn(19, 300), torch.randn(1, 19), torch.randn(1, 300)
+    for dtype in (torch.float32, torch.float16):
+        expected = reference.add_outer(product, left, right, 37, dtype)
+        assert torch.equal(kernels.add_outer(product, left, right, 37, dtype), expected)
+
+
+@pytest.mark.parametrize("index", range(0, len(QUANTIZERS), 4), ids=[str(q) for q in QUANTIZERS[::4]])
+def test_centred(index):
+    quantizer = QUANTIZERS[index]
+    for shape, dtype in (((33, 70), DTYPES[index % 3]), ((40, 64), DTYPES[(index + 1) % 3])):
+        x = (wide(shape, torch.float32) + 3 * torch.randn(shape[1])).to(dtype)
+        mean = check_mean(x)
+        for hadamard in (None, quantizer.format.block[1]):
+            check_both(x, quantizer, hadamard=hadamard, mean=mean)
+            check_both(x, quantizer, hadamard=hadamard, units=("fp8", "bf16"), mean=mean)
+
+
+HOT = torch.tensor([0, 1, 15, 16, 17, 31, 32, 40, 41, 42, 43, 44, 45, 46, 60, 61, 62, 63, 69, 5])
+
+
+@pytest.mark.parametrize("index", range(len(QUANTIZERS)), ids=[str(q) for q in QUANTIZERS])
+def test_patched(index):
+    quantizer, units = QUANTIZERS[index], ("bf16", "fp8")[index % 2]
+    check_patch(wide((33, 70), DTYPES[index % 3]), quantizer, HOT, units)
+    x = wide((17, 64), DTYPES[(index + 1) % 3])
+    check_patch(x, quantizer, torch.arange(64), units, kernels.token_mean(x))
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (129, 33)])
+def test_patched_sizes(shape):
+    for quantizer in (Quantizer(), Quantizer(format=NVFP4_2D)):
+        for count in {0, 1, shape[1]}:
+            check_patch(torch.randn(shape), quantizer, torch.arange(count))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+@pytest.mark.parametrize("block_format", [NVFP4, NVFP4_ROW, NVFP4_2D, MXFP4], ids=str)
+def test_patched_non_finite(block_format, bad):
+    x = torch.randn(33, 70) * (bad != 0)
+    x[3, 5] = bad
+    check_patch(x, Quantizer(format=block_format, scale_rule="unbiased"), HOT)
+
+
 def test_signs_are_the_references():
     mask = _device.NEGATIVE_SIGNS.value
     assert tuple(-1 if mask >> i & 1 else 1 for i in range(32)) == _SIGNS
@@ -98,6 +166,13 @@ def test_launchers_state_what_they_assume():
         kernels.quantize(torch.randn(2, 32), Quantizer(), hadamard=3)
     with pytest.raises(ValueError, match="'bf16' or 'fp8'"):
         kernels.operand(reference.quantize(torch.randn(2, 32), Quantizer()), "fp32")
+    patch = Patch(channels=torch.arange(3), parts=("value",))
+    with pytest.raises(ValueError, match="decoded row form"):
+        kernels.quantize(torch.randn(2, 32), Quantizer(), patch=patch)
+    with pytest.raises(ValueError, match="float32 mean"):
+        kernels.times_matrix(torch.randn(1, 3), torch.randn(2, 4))
+    with pytest.raises(ValueError, match="contiguous float32"):
+        kernels.add_outer(torch.randn(3, 2).T, torch.randn(1, 2), torch.randn(1, 3), 1, torch.float32)
     with pytest.raises(ValueError, match="both operands"):
         kernels.finish(torch.randn(2, 2), torch.rand(1, 1), None, None, torch.float32)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_fp4 import MXFP4, NVFP4_2D, NVFP4_ROW, Quantizer, reference
+from lightning_fp4.tensor import Patch
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -13,7 +14,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 MODULES = {
     name: importlib.import_module(f"lightning_fp4.kernels.{name}")
-    for name in ("amax", "quantize", "dequantize", "finish")
+    for name in ("amax", "quantize", "dequantize", "finish", "centering", "hot_channels")
 }
 TYPES = {
     torch.float32: "fp32",
@@ -40,9 +41,9 @@ class _Recorder:
 @pytest.fixture
 def launches(monkeypatch):
     noted = []
-    for name, module in MODULES.items():
-        kernel = f"_{'decode' if name == 'dequantize' else name}_kernel"
-        monkeypatch.setattr(module, kernel, _Recorder(getattr(module, kernel), noted))
+    for module in MODULES.values():
+        for kernel in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, kernel, _Recorder(getattr(module, kernel), noted))
         for check in ("check_device", "check_input"):
             if hasattr(module, check):
                 monkeypatch.setattr(module, check, lambda *_: None)
@@ -73,15 +74,17 @@ def _compile(launch, architecture):
     return triton.compile(source, target=target, options={name: options.get(name) for name in names})
 
 
-def _launch_quantize(monkeypatch, architecture, dtype, rows, columns, hadamard, units):
-    monkeypatch.setattr(MODULES["quantize"], "has_e4m3", lambda x: architecture >= 89)
+def _launch_quantize(monkeypatch, architecture, dtype, rows, columns, hadamard, units, mean=None, patch=None):
+    for name in ("quantize", "hot_channels"):
+        monkeypatch.setattr(MODULES[name], "has_e4m3", lambda x: architecture >= 89)
     form = MODULES["quantize"].Form
     MODULES["quantize"].quantize_both(
         torch.zeros(96, 64, dtype=dtype),
-        rows and form(quantizer=rows, units=units[0], stream=1),
+        rows and form(quantizer=rows, units=units[0], stream=1, patch=patch),
         columns and form(quantizer=columns, units=units[1], stream=2),
         hadamard=hadamard,
         seed=torch.tensor([1, 2]),
+        mean=mean,
     )
 
 
@@ -107,6 +110,39 @@ def test_training_kernels(architecture, launches, monkeypatch):
         assert compiled.asm["cubin"]
         if launch[0].__name__ == "_quantize_kernel":
             assert ("cvt.rn.satfinite.e4m3x2" in compiled.asm["ptx"]) is (architecture >= 89)
+
+
+PATCH = Patch(channels=torch.arange(0, 64, 3), parts=("residual", "value"))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels_of_centring_and_hot_channels(architecture, launches, monkeypatch):
+    """What chon launches for a weight, chon with centring for an input, and centring around the products."""
+    fp8, centering, mean = "fp8" if architecture >= 89 else "bf16", MODULES["centering"], torch.zeros(1, 64)
+    square = Quantizer(format=NVFP4_2D)
+    centering.token_mean(torch.zeros(300, 64, dtype=torch.bfloat16))
+    _launch_quantize(monkeypatch, architecture, torch.bfloat16, RTN, RTN, 16, (fp8, None), mean, PATCH)
+    _launch_quantize(monkeypatch, architecture, torch.bfloat16, square, square, None, (fp8, None), None, PATCH)
+    for matrix in (torch.zeros(96, 64, dtype=torch.bfloat16), torch.zeros(64, 96, dtype=torch.bfloat16).T):
+        centering.times_matrix(mean, matrix)
+    centering.add_outer(torch.zeros(96, 64), torch.zeros(1, 96), mean, 5, torch.bfloat16)
+    quantised = ["_amax_kernel", "_quantize_kernel", "_patch_kernel"]
+    assert [launch[0].__name__ for launch in launches] == [
+        *2 * ["_sum_kernel"],
+        *2 * quantised,
+        *2 * ["_times_kernel"],
+        "_outer_kernel",
+    ]
+    for launch in launches:
+        assert _compile(launch, architecture).asm["cubin"]
+
+
+@pytest.mark.parametrize("quantizer", [SR, Quantizer(scale_rule="four_over_six")], ids=str)
+def test_other_patches(quantizer, launches, monkeypatch):
+    for dtype in (torch.float16, torch.float32):
+        _launch_quantize(monkeypatch, 80, dtype, quantizer, None, None, ("bf16", None), None, PATCH)
+    for launch in launches:
+        assert _compile(launch, 80).asm["cubin"]
 
 
 CASES = [

@@ -1,0 +1,235 @@
+"""The columns that a patched operand gains: residuals and values of its hot channels, read from the matrix itself."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_fp4.formats import E8M0
+from lightning_fp4.kernels import _device
+from lightning_fp4.kernels._launch import (
+    Launcher,
+    candidate_count,
+    ceil_div,
+    check_input,
+    has_e4m3,
+    is_interpreted,
+    is_word_aligned,
+)
+from lightning_fp4.kernels._tiles import (
+    encode_blocks,
+    load_globals,
+    load_rows,
+    load_words,
+    over_block,
+    quantize_groups,
+    subtract_from_rows,
+)
+from lightning_fp4.quantizer import Quantizer, Rounding
+from lightning_fp4.tensor import Patch, operand_shift
+
+_BLOCK_M, _GROUPS, _WARPS = 32, 2, 8
+
+
+@triton.jit
+def _pick(values, place):  # type: ignore[no-untyped-def]
+    """Of a tuple of tensors the one at ``place``, for each element."""
+    picked = values[0]
+    for i in tl.static_range(1, len(values)):
+        picked = tl.where(place == i, values[i], picked)
+    return picked
+
+
+@triton.jit
+def _in_groups(x, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``[groups * C, BLOCK_M]`` as a tuple of ``C`` tensors ``[groups, BLOCK_M]``."""
+    GROUPS: tl.constexpr = x.shape[0] // C
+    BLOCK_M: tl.constexpr = x.shape[1]
+    parts = (tl.permute(tl.reshape(x, (GROUPS, C, BLOCK_M)), (0, 2, 1)),)
+    for stage in tl.static_range(5):
+        if (1 << stage) < C:
+            evens = ()
+            odds = ()
+            for i in tl.static_range(1 << stage):
+                even, odd = tl.split(tl.reshape(parts[i], (GROUPS, BLOCK_M, C >> (stage + 1), 2)))
+                evens = evens + (even,)  # type: ignore[assignment]
+                odds = odds + (odd,)  # type: ignore[assignment]
+            parts = evens + odds  # type: ignore[assignment]
+    groups = ()
+    for i in tl.static_range(C):
+        groups = groups + (tl.reshape(parts[i], (GROUPS, BLOCK_M)),)  # type: ignore[assignment]
+    return groups
+
+
+@triton.jit
+def _encode_one(  # type: ignore[no-untyped-def]
+    value, place, factors, call, seed_ptr, stream, STOCHASTIC: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """E2M1 value of the value at ``place`` in its block, with the random byte that it had there."""
+    if STOCHASTIC:
+        magnitude = tl.minimum(tl.abs(value) * factors, 6.0, propagate_nan=tl.PropagateNan.ALL)
+        word = _pick(_device.random_words(call + place // 16, seed_ptr, stream), place // 4 % 4)
+        word = (word >> (8 * (place % 4)).to(tl.uint32)).to(tl.int32, bitcast=True)
+        return _device.with_sign_of(_device.e2m1_stochastic(magnitude, word, 0, ASM), value)
+    else:
+        below = tl.minimum(value * factors, 6.0, propagate_nan=tl.PropagateNan.ALL)
+        return _device.e2m1_nearest(tl.maximum(below, -6.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _patch_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, word_ptr, stride_m, stride_n, rows, columns, mean_ptr, channel_ptr, count, tiles_g, seed_ptr, stream,
+    amax_ptr, out_ptr, out_stride,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, CENTER: tl.constexpr,
+    UNITS: tl.constexpr, BY: tl.constexpr, MAX: tl.constexpr, SHIFT: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    E8M0: tl.constexpr, RULE: tl.constexpr, STOCHASTIC: tl.constexpr, CANDIDATES: tl.constexpr, WORDS: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """One tile of the columns: ``GROUPS`` blocks of hot channels of ``BLOCK_M`` rows, for one or two parts.
+
+    Each hot channel's block is read and quantised anew, which gives the bits that it was quantised to the first time.
+    Until they are blocks of the patch, the hot channels lie in tensors ``[GROUPS * C, BLOCK_M]``.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    index_type: tl.constexpr = tl.int64 if WIDE else tl.int32
+    first_m = (pid // tiles_g) * BLOCK_M
+    first_g = (pid % tiles_g) * GROUPS
+    offs_m = tl.arange(0, BLOCK_M).to(index_type)
+    offs_k = tl.arange(0, GROUPS * C)
+    is_hot = first_g * C + offs_k < count
+    block_count = (columns + C - 1) // C
+    # What is past the last hot channel lies past the last block, where everything reads as zero.
+    channel = tl.load(channel_ptr + first_g * C + offs_k, mask=is_hot, other=block_count * C).to(index_type)
+    block = channel // C
+    place = (channel % C)[:, None]
+    if WORDS:
+        stride = stride_m // (64 // dtype.primitive_bitwidth)
+        start = word_ptr + first_m * stride
+        blocks, _ = load_words(start, stride, offs_m, block, rows - first_m, block_count, C, dtype, False)
+    else:
+        start = x_ptr + first_m * stride_m
+        blocks = load_rows(start, stride_m, stride_n, offs_m, block, rows - first_m, columns, C, False)
+    if CENTER:
+        blocks, group_amax = subtract_from_rows(
+            blocks, mean_ptr, offs_m, block, rows - first_m, columns, C, dtype, ASM, False
+        )
+    else:
+        group_amax = _device.group_amax(blocks)
+    is_row = first_m + offs_m < rows
+    maximum, global_encode, global_decode = load_globals(amax_ptr, first_m + offs_m, is_row, MAX, BY, ASM)
+    maximum, global_encode, global_decode = maximum[None, :], global_encode[None, :], global_decode[None, :]
+    value = _pick(blocks, place)
+    if CANDIDATES > 1:
+        encoded, scales = encode_blocks(
+            blocks, group_amax, (), maximum, global_encode, global_decode, MAX, R, E8M0, RULE, False, CANDIDATES,
+            NATIVE_E4M3, ASM,
+        )  # fmt: skip
+        code = _pick(encoded, place)
+    else:
+        block_amax = over_block(group_amax, R)
+        scales = _device.candidate_scale(block_amax, global_encode, 0, 0, RULE, E8M0, NATIVE_E4M3)
+        factors = _device.block_encode(scales, global_decode, E8M0, ASM)
+        call = ((first_m + offs_m)[None, :] * block_count + block[:, None]) * (C // 16)
+        code = _encode_one(value, place, factors, call, seed_ptr, stream, STOCHASTIC, ASM)
+    factors = _device.scale_decode(scales, E8M0)
+    if BY != "none":
+        factors = factors * maximum * (1.0 / MAX)
+    # Padding stays zero, also where an infinite scale would make it NaN.
+    is_inside = is_hot[:, None] & is_row[None, :]
+    residual = tl.where(is_inside, value - code * factors, 0.0)
+    offs_g = tl.arange(0, GROUPS)[:, None]
+    patch_count = (count + C - 1) // C
+    first = _in_groups(residual if FIRST == "residual" else value, C)
+    quantize_groups(
+        first, _device.group_amax(first), first_m, offs_m[None, :], first_g, offs_g, rows, patch_count, out_stride,
+        maximum, global_encode, global_decode, out_ptr, out_ptr, seed_ptr, stream, MAX, UNITS, SHIFT, R, E8M0, RULE,
+        False, CANDIDATES, NATIVE_E4M3, ASM, False,
+    )  # fmt: skip
+    if SECOND != "none":
+        OUT_WORDS: tl.constexpr = C // 2 if UNITS == "bf16" else C // 4
+        second = _in_groups(residual if SECOND == "residual" else value, C)
+        quantize_groups(
+            second, _device.group_amax(second), first_m, offs_m[None, :], first_g, offs_g, rows, patch_count,
+            out_stride, maximum, global_encode, global_decode, out_ptr + patch_count * OUT_WORDS, out_ptr,
+            seed_ptr, stream, MAX, UNITS, SHIFT, R, E8M0, RULE, False, CANDIDATES, NATIVE_E4M3, ASM, False,
+        )  # fmt: skip
+
+
+@functools.cache
+def _launcher(
+    kernel: Any, quantizer: Quantizer, parts: tuple[str, ...], units: str, warps: int, **constants: Any
+) -> Launcher:
+    block_format, encoded_max = quantizer.format, quantizer.scale_rule.encoded_max
+    known = {
+        "FIRST": parts[0],
+        "SECOND": parts[1] if len(parts) > 1 else "none",
+        "UNITS": units,
+        "BY": block_format.global_scale or "none",
+        "MAX": encoded_max,
+        "SHIFT": operand_shift("bf16" if units == "bf16" else "fp8", encoded_max),
+        "R": block_format.block[0],
+        "C": block_format.block[1],
+        "E8M0": block_format.scale is E8M0,
+        "RULE": quantizer.scale_rule.value,
+        "STOCHASTIC": quantizer.rounding is Rounding.STOCHASTIC,
+        "CANDIDATES": candidate_count(quantizer.scale_rule),
+        "ASM": not is_interpreted(),
+    }
+    return Launcher(kernel, {**known, **constants}, warps)
+
+
+def append_patch(
+    x: Tensor,
+    values: Tensor,
+    amax: Tensor | None,
+    quantizer: Quantizer,
+    patch: Patch,
+    *,
+    mean: Tensor | None = None,
+    seed: Tensor | None = None,
+    stream: int = 0,
+) -> None:
+    """Fill the last columns of a decoded operand with those of ``reference.patch_columns``, decoded.
+
+    Args:
+        x: ``[rows, columns]``, the matrix that the operand is.
+        values: ``[rows, padded columns + patch.width(block)]`` in bfloat16 or float8_e4m3fn; all but the last columns
+            are left as they are.
+        amax: float32 ``[1, 1]`` or ``[rows, 1]``, what the operand was quantised with; ``None`` without a global scale.
+        quantizer: how.
+        patch: which columns.
+        mean: float32 ``[1, columns]``, contiguous, what was taken out of ``x`` first.
+        seed: what rounded the operand stochastically.
+        stream: the random stream of that.
+
+    Raises:
+        ValueError: for what the kernels cannot read.
+    """
+    check_input(x, None)
+    channels, block = patch.channels, quantizer.format.block[1]
+    rows, columns = x.shape
+    width = patch.width(block)
+    if not rows * width:
+        return
+    assert seed is not None or quantizer.rounding is Rounding.NEAREST
+    words = is_word_aligned(x, block)
+    reach = max(_BLOCK_M * x.stride(0) + columns * x.stride(1), _BLOCK_M * values.shape[1])
+    out = values[:, values.shape[1] - width :].view(torch.int32)
+    tiles_g = ceil_div(ceil_div(channels.shape[0], block), _GROUPS)
+    launch = _launcher(
+        _patch_kernel, quantizer, patch.parts, "bf16" if values.dtype is torch.bfloat16 else "fp8", _WARPS,
+        CENTER=mean is not None, WORDS=words, NATIVE_E4M3=has_e4m3(x), WIDE=reach >= 2**31,
+        BLOCK_M=_BLOCK_M, GROUPS=_GROUPS,
+    )  # fmt: skip
+    launch(
+        ceil_div(rows, _BLOCK_M) * tiles_g,
+        x, x.view(torch.int64) if words else x, *x.stride(), rows, columns, x if mean is None else mean,
+        channels.contiguous(), channels.shape[0], tiles_g, x if seed is None else seed, stream,
+        x if amax is None else amax, out, values.shape[1] // block,
+    )  # fmt: skip
