@@ -61,9 +61,7 @@ def medians_ms(calls: list[Callable[[], Any]], *, repeats: int = 20, warmup: int
 
 
 def quantiser_backend() -> str:
-    """What quantises on this device, ``"triton"`` or ``"reference"``; lets in kernels that are off by default."""
-    if hasattr(ops, "enable_kernels"):
-        ops.enable_kernels()
+    """What quantises on this device, ``"triton"`` or ``"reference"``."""
     return ops.backend(pick_device())
 
 

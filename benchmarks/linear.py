@@ -161,7 +161,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--stages", action="store_true", help="also time the parts of a step at 4096 x 4096")
     arguments = parser.parse_args()
-    ops.enable_kernels()
     print(environment())
     results: dict[str, Any] = {"sizes": [measure(arguments.tokens, k, n) for k, n in SIZES]}
     if arguments.stages:

@@ -42,11 +42,15 @@ def encode_scale(amax, ENCODED_MAX: tl.constexpr):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+_TO_E4M3 = tl.constexpr("{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; cvt.u32.u16 $0, t; }")
+
+
 @triton.jit
 def e4m3_nearest(x, NATIVE_E4M3: tl.constexpr = False):
     """Round non-negative float32 to E4M3, ties to even, saturating at 448; NaN stays NaN."""
     if NATIVE_E4M3:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        # Not `x.to(tl.float8e4nv)`: Triton 3.6 gets the bytes of neighbours wrong where they are compared afterwards.
+        return tl.inline_asm_elementwise(_TO_E4M3, "=r,f", [x], tl.int32, is_pure=True, pack=1)
     clamped = tl.where(x > 448.0, 448.0, x)
     bits = clamped.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960

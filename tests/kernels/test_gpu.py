@@ -41,17 +41,13 @@ SIZES = [(64, 128, 256), (33, 17, 70), (1, 1, 1), (0, 16, 16), (16, 0, 16), (5, 
 STOCHASTIC = Quantizer(rounding="stochastic", scale_rule="unbiased")
 
 
-@pytest.fixture(autouse=True)
-def _kernels():
-    ops.enable_kernels()
-    yield
-    ops.enable_kernels(False)
-
-
-def test_the_kernels_are_used_when_enabled():
+def test_the_kernels_are_used_unless_switched_off():
     assert ops.backend(CUDA) == "triton"
     ops.enable_kernels(False)
-    assert ops.backend(CUDA) == "reference"
+    try:
+        assert ops.backend(CUDA) == "reference"
+    finally:
+        ops.enable_kernels()
 
 
 @pytest.mark.parametrize("name", GOLDENS)
