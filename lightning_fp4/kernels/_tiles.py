@@ -12,7 +12,7 @@ Pointers come advanced to the tile, so offsets count from its corner and stay sm
 import triton
 import triton.language as tl
 
-from lightning_fp4.kernels import _device
+from lightning_fp4.kernels import _groups, _random, _scales, _values
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def subtract_from_rows(
             mean = tl.load(mean_ptr + offs_n, mask=offs_n < columns, other=0.0)
             value = tl.where(offs_m[None, :] < rows, values[i] - mean[:, None], 0.0)  # padding stays zero
         centered = centered + (value,)
-    return _device.round_to(centered, dtype, ASM)
+    return _groups.round_to(centered, dtype, ASM)
 
 
 @triton.jit
@@ -126,7 +126,7 @@ def subtract_from_columns(
         if not EVEN:
             value = tl.where((offs_g * C + i < rows)[:, None], value, 0.0)  # padding stays zero
         centered = centered + (value,)
-    return _device.round_to(centered, dtype, ASM and C >= 16)
+    return _groups.round_to(centered, dtype, ASM and C >= 16)
 
 
 @triton.jit
@@ -141,8 +141,8 @@ def load_globals(ptr, offs, mask, ENCODED_MAX: tl.constexpr, BY: tl.constexpr, A
         amax = tl.load(ptr + tl.arange(0, 1))
     else:
         amax = tl.load(ptr + offs, mask=mask, other=0.0)
-    global_encode = _device.encode_scale(amax, ENCODED_MAX)
-    return amax, global_encode, _device.reciprocal(global_encode, ASM)
+    global_encode = _scales.encode_scale(amax, ENCODED_MAX)
+    return amax, global_encode, _scales.reciprocal(global_encode, ASM)
 
 
 @triton.jit
@@ -171,25 +171,25 @@ def encode(values, factors, largest, words, STOCHASTIC: tl.constexpr, ASM: tl.co
     scaled = ()
     for i in tl.static_range(len(values)):
         if STOCHASTIC:
-            scaled = scaled + (_device.magnitude_times(values[i], factors, ASM),)
+            scaled = scaled + (_values.magnitude_times(values[i], factors, ASM),)
         else:
             scaled = scaled + (values[i] * factors,)
-    scaled = _device.saturate(scaled, largest * factors, STOCHASTIC, ASM)
+    scaled = _values.saturate(scaled, largest * factors, STOCHASTIC, ASM)
     encoded = ()
     for i in tl.static_range(len(values)):
         if STOCHASTIC:
             word = words[i // 4].to(tl.int32, bitcast=True)
-            rounded = _device.e2m1_stochastic(scaled[i], word, i % 4, ASM)
-            encoded = encoded + (_device.with_sign_of(rounded, values[i]),)
+            rounded = _values.e2m1_stochastic(scaled[i], word, i % 4, ASM)
+            encoded = encoded + (_values.with_sign_of(rounded, values[i]),)
         else:
-            encoded = encoded + (_device.e2m1_nearest(scaled[i]),)
+            encoded = encoded + (_values.e2m1_nearest(scaled[i]),)
     return encoded
 
 
 @triton.jit
 def squared_error(values, encoded, scales, amax, ENCODED_MAX: tl.constexpr, R: tl.constexpr):
     """Sum over each block of the squared error, for each of the groups in the block."""
-    factors = _device.e4m3_decode(scales) * amax
+    factors = _scales.e4m3_decode(scales) * amax
     errors = ()
     for i in tl.static_range(len(values)):
         error = encoded[i] * factors * (1.0 / ENCODED_MAX) - values[i]
@@ -230,7 +230,7 @@ def store_words(ptr, words, offs, mask, EVEN: tl.constexpr):
 def over_block(amax, R: tl.constexpr):
     """Largest magnitudes of blocks, from those of their groups; keeps NaN."""
     if R > 1:
-        amax = over_block_rows(_device.magnitude_bits(amax), R, True).to(tl.float32, bitcast=True)
+        amax = over_block_rows(_scales.magnitude_bits(amax), R, True).to(tl.float32, bitcast=True)
     return amax
 
 
@@ -242,15 +242,15 @@ def encode_blocks(
 ):  # fmt: skip
     """E2M1 values and scale bytes of a tile; see :func:`encode` and :func:`quantize_groups` for the arguments."""
     block_amax = over_block(group_amax, R)
-    scales = _device.candidate_scale(block_amax, global_encode, 0, 0, RULE, E8M0, NATIVE_E4M3)
-    factors = _device.block_encode(scales, global_decode, E8M0, ASM)
+    scales = _scales.candidate_scale(block_amax, global_encode, 0, 0, RULE, E8M0, NATIVE_E4M3)
+    factors = _scales.block_encode(scales, global_decode, E8M0, ASM)
     encoded = encode(values, factors, block_amax, words, STOCHASTIC, ASM)
     if CANDIDATES > 1:
         error = squared_error(values, encoded, scales, amax, ENCODED_MAX, R)
         candidate = scales
         for k in tl.static_range(1, CANDIDATES):
-            candidate = _device.candidate_scale(block_amax, global_encode, candidate, k, RULE, E8M0, NATIVE_E4M3)
-            factors = _device.block_encode(candidate, global_decode, E8M0, ASM)
+            candidate = _scales.candidate_scale(block_amax, global_encode, candidate, k, RULE, E8M0, NATIVE_E4M3)
+            factors = _scales.block_encode(candidate, global_decode, E8M0, ASM)
             other = encode(values, factors, block_amax, words, STOCHASTIC, ASM)
             other_error = squared_error(values, other, candidate, amax, ENCODED_MAX, R)
             is_better = other_error < error
@@ -275,7 +275,7 @@ def quantize_groups(
 
     ``block_amax`` are the largest magnitudes of the groups.
 
-    ``offs_out`` (rows of the output), ``offs_g`` (groups within a row), and ``amax`` with what ``_device.encode_scale``
+    ``offs_out`` (rows of the output), ``offs_g`` (groups within a row), and ``amax`` with what ``_scales.encode_scale``
     makes of it and the reciprocal of that, broadcast to the shape of the tensors. The offsets count from ``first_out``
     and ``first_g`` (int64), where the tile starts in an output of ``outs`` rows of ``block_count`` groups,
     whose values or codes start ``out_stride`` groups apart.
@@ -284,9 +284,9 @@ def quantize_groups(
     offs = offs_out * block_count + offs_g
     words = ()
     if STOCHASTIC:
-        calls = (first + _device.in_place_of(offs, values[0], ASM)) * (len(values) // 16)
+        calls = (first + _random.in_place_of(offs, values[0], ASM)) * (len(values) // 16)
         for i in tl.static_range(len(values) // 16):
-            w0, w1, w2, w3 = _device.random_words(calls + i, seed_ptr, stream)
+            w0, w1, w2, w3 = _random.random_words(calls + i, seed_ptr, stream)
             words = words + (w0, w1, w2, w3)
     encoded, scales = encode_blocks(
         values, block_amax, words, amax, global_encode, global_decode, ENCODED_MAX, R, E8M0, RULE, STOCHASTIC,
@@ -295,14 +295,14 @@ def quantize_groups(
     mask = (first_out + offs_out < outs) & (first_g + offs_g < block_count)
     first_place = first_out * out_stride + first_g
     place = offs_out * out_stride + offs_g
-    decode = _device.scale_decode(scales, E8M0)
+    decode = _scales.scale_decode(scales, E8M0)
     if UNITS == "packed":
         signed = encoded
         if not STOCHASTIC:
             signed = ()
             for i in tl.static_range(len(values)):
-                signed = signed + (_device.with_sign_of(encoded[i], values[i]),)
-        codes = _device.pack_codes(signed, NATIVE_E4M3)
+                signed = signed + (_values.with_sign_of(encoded[i], values[i]),)
+        codes = _groups.pack_codes(signed, NATIVE_E4M3)
         visible = ()
         for i in tl.static_range(len(codes)):
             # NaN is in the scale; the codes beside it are zero.
@@ -317,5 +317,5 @@ def quantize_groups(
         else:
             tl.store(scale_ptr + first + offs, scales.to(tl.uint8), mask=mask)
     else:
-        words = _device.pack_operand(encoded, decode * SHIFT, UNITS, NATIVE_E4M3)
+        words = _groups.pack_operand(encoded, decode * SHIFT, UNITS, NATIVE_E4M3)
         store_words(out_ptr + first_place * len(words), words, place, mask, EVEN)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_fp4.formats import GlobalScale
-from lightning_fp4.kernels import _device
+from lightning_fp4.kernels import _groups, _random, _scales
 from lightning_fp4.kernels._launch import (
     Launcher,
     check_input,
@@ -55,8 +55,8 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
         x = x.to(tl.float32)
         if CENTER:
             mean = tl.load(mean_ptr + offs_n, mask=offs_n < columns, other=0.0)
-            x = _device.round_one(tl.where(offs_m[:, None] < rows, x - mean[None, :], 0.0), dtype)
-        bits = _device.magnitude_bits(x)
+            x = _groups.round_one(tl.where(offs_m[:, None] < rows, x - mean[None, :], 0.0), dtype)
+        bits = _scales.magnitude_bits(x)
         if TENSOR:
             tl.atomic_max(tensor_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
         if ROW:
@@ -71,18 +71,18 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
                 values, mean_ptr, offs_g, offs_n, rows, columns, HADAMARD, dtype, ASM, EVEN
             )
         else:
-            largest = _device.group_amax(values)
+            largest = _groups.group_amax(values)
         if TENSOR:
-            plain = _device.magnitude_bits(largest)
+            plain = _scales.magnitude_bits(largest)
             tl.atomic_max(tensor_ptr, tl.max(tl.max(plain, axis=1), axis=0), sem="relaxed")
         if ROW:
             for i in tl.static_range(HADAMARD):
                 offs_m = offs_g * HADAMARD + i
-                by_row = tl.max(_device.magnitude_bits(values[i]), axis=1)
+                by_row = tl.max(_scales.magnitude_bits(values[i]), axis=1)
                 tl.atomic_max(row_ptr + offs_m, by_row, mask=offs_m < rows, sem="relaxed")
         # Rounding is monotonic, so rounding the maximum is as good as rounding all.
-        rotated = _device.group_amax(_device.rotate(values, HADAMARD, dtype))
-        rotated = _device.magnitude_bits(_device.round_one(rotated, dtype))
+        rotated = _groups.group_amax(_random.rotate(values, HADAMARD, dtype))
+        rotated = _scales.magnitude_bits(_groups.round_one(rotated, dtype))
         if ROTATED:
             tl.atomic_max(column_ptr, tl.max(tl.max(rotated, axis=1), axis=0), sem="relaxed")
         if COLUMN:

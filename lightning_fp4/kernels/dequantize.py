@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_fp4.formats import E8M0
-from lightning_fp4.kernels import _device
+from lightning_fp4.kernels import _groups, _scales, _values
 from lightning_fp4.kernels._launch import Launcher, ceil_div, check_device, has_e4m3
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units, operand_shift
 
@@ -37,7 +37,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     codes = tl.reshape(tl.join(packed & 0xF, packed >> 4), (BLOCK_M, BLOCKS, C))
     mask = (offs_m[:, None] < rows) & (offs_b[None, :] < block_count)
     scales = tl.load(scale_ptr + (offs_m[:, None] // R) * block_count + offs_b[None, :], mask=mask, other=0)
-    factors = _device.scale_decode(scales.to(tl.int32), IS_E8M0)
+    factors = _scales.scale_decode(scales.to(tl.int32), IS_E8M0)
     mask = (offs_m[:, None] < rows) & (offs_n[None, :] < width)
     place = out_ptr + offs_m[:, None] * width + offs_n[None, :]
     if BY == "tensor":
@@ -47,11 +47,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     if UNITS == "values":
         if BY != "none":
             factors = factors * amax[:, None] * (1.0 / MAX)
-        values = _device.e2m1_decode(codes) * factors[:, :, None]
+        values = _values.e2m1_decode(codes) * factors[:, :, None]
         tl.store(place, tl.reshape(values, (BLOCK_M, BLOCK_N)).to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        values = _device.e2m1_decode(codes) * (factors * SHIFT)[:, :, None]
-        bits = tl.reshape(_device.operand_bits(values, UNITS, NATIVE_E4M3), (BLOCK_M, BLOCK_N))
+        values = _values.e2m1_decode(codes) * (factors * SHIFT)[:, :, None]
+        bits = tl.reshape(_groups.operand_bits(values, UNITS, NATIVE_E4M3), (BLOCK_M, BLOCK_N))
         bits = bits.to(tl.uint8) if UNITS == "fp8" else bits.to(tl.uint16)
         tl.store(place, bits, mask=mask)
         if BY != "none":

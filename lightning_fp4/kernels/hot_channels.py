@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_fp4.formats import E8M0
-from lightning_fp4.kernels import _device
+from lightning_fp4.kernels import _groups, _random, _scales, _values
 from lightning_fp4.kernels._launch import (
     Launcher,
     candidate_count,
@@ -73,12 +73,12 @@ def _encode_one(  # type: ignore[no-untyped-def]
     """E2M1 value of the value at ``place`` in its block, with the random byte that it had there."""
     if STOCHASTIC:
         magnitude = tl.minimum(tl.abs(value) * factors, 6.0, propagate_nan=tl.PropagateNan.ALL)
-        word = _pick(_device.random_words(call + place // 16, seed_ptr, stream), place // 4 % 4)
+        word = _pick(_random.random_words(call + place // 16, seed_ptr, stream), place // 4 % 4)
         word = (word >> (8 * (place % 4)).to(tl.uint32)).to(tl.int32, bitcast=True)
-        return _device.with_sign_of(_device.e2m1_stochastic(magnitude, word, 0, ASM), value)
+        return _values.with_sign_of(_values.e2m1_stochastic(magnitude, word, 0, ASM), value)
     else:
         below = tl.minimum(value * factors, 6.0, propagate_nan=tl.PropagateNan.ALL)
-        return _device.e2m1_nearest(tl.maximum(below, -6.0, propagate_nan=tl.PropagateNan.ALL))
+        return _values.e2m1_nearest(tl.maximum(below, -6.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def _patch_kernel(  # type: ignore[no-untyped-def]
             blocks, mean_ptr, offs_m, block, rows - first_m, columns, C, dtype, ASM, False
         )
     else:
-        group_amax = _device.group_amax(blocks)
+        group_amax = _groups.group_amax(blocks)
     is_row = first_m + offs_m < rows
     maximum, global_encode, global_decode = load_globals(amax_ptr, first_m + offs_m, is_row, MAX, BY, ASM)
     maximum, global_encode, global_decode = maximum[None, :], global_encode[None, :], global_decode[None, :]
@@ -133,11 +133,11 @@ def _patch_kernel(  # type: ignore[no-untyped-def]
         code = _pick(encoded, place)
     else:
         block_amax = over_block(group_amax, R)
-        scales = _device.candidate_scale(block_amax, global_encode, 0, 0, RULE, E8M0, NATIVE_E4M3)
-        factors = _device.block_encode(scales, global_decode, E8M0, ASM)
+        scales = _scales.candidate_scale(block_amax, global_encode, 0, 0, RULE, E8M0, NATIVE_E4M3)
+        factors = _scales.block_encode(scales, global_decode, E8M0, ASM)
         call = ((first_m + offs_m)[None, :] * block_count + block[:, None]) * (C // 16)
         code = _encode_one(value, place, factors, call, seed_ptr, stream, STOCHASTIC, ASM)
-    factors = _device.scale_decode(scales, E8M0)
+    factors = _scales.scale_decode(scales, E8M0)
     if BY != "none":
         factors = factors * maximum * (1.0 / MAX)
     # Padding stays zero, also where an infinite scale would make it NaN.
@@ -147,7 +147,7 @@ def _patch_kernel(  # type: ignore[no-untyped-def]
     patch_count = (count + C - 1) // C
     first = _in_groups(residual if FIRST == "residual" else value, C)
     quantize_groups(
-        first, _device.group_amax(first), first_m, offs_m[None, :], first_g, offs_g, rows, patch_count, out_stride,
+        first, _groups.group_amax(first), first_m, offs_m[None, :], first_g, offs_g, rows, patch_count, out_stride,
         maximum, global_encode, global_decode, out_ptr, out_ptr, seed_ptr, stream, MAX, UNITS, SHIFT, R, E8M0, RULE,
         False, CANDIDATES, NATIVE_E4M3, ASM, False,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def _patch_kernel(  # type: ignore[no-untyped-def]
         OUT_WORDS: tl.constexpr = C // 2 if UNITS == "bf16" else C // 4
         second = _in_groups(residual if SECOND == "residual" else value, C)
         quantize_groups(
-            second, _device.group_amax(second), first_m, offs_m[None, :], first_g, offs_g, rows, patch_count,
+            second, _groups.group_amax(second), first_m, offs_m[None, :], first_g, offs_g, rows, patch_count,
             out_stride, maximum, global_encode, global_decode, out_ptr + patch_count * OUT_WORDS, out_ptr,
             seed_ptr, stream, MAX, UNITS, SHIFT, R, E8M0, RULE, False, CANDIDATES, NATIVE_E4M3, ASM, False,
         )  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_fp4.formats import E8M0, FORMATS
-from lightning_fp4.kernels import _device
+from lightning_fp4.kernels import _groups, _random
 from lightning_fp4.kernels._launch import (
     Launcher,
     candidate_count,
@@ -102,9 +102,9 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
                 values, mean_ptr + first_n, offs_m, offs_g, rows - first_m, columns - first_n, ROW_C, dtype, ASM, EVEN
             )
         elif WORDS and dtype == tl.bfloat16 and ASM:
-            block_amax = _device.pairs_amax(pairs)
+            block_amax = _groups.pairs_amax(pairs)
         else:
-            block_amax = _device.group_amax(values)
+            block_amax = _groups.group_amax(values)
         in_rows = first_m + offs_m < rows
         amax, encode, decode = load_globals(row_amax_ptr, first_m + offs_m, in_rows, ROW_MAX, ROW_BY, ASM)
         if ROW_UNITS != "packed" and pid_n == 0 and (ROW_BY == "row" or pid_m == 0):
@@ -128,9 +128,9 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
                 EVEN,
             )  # fmt: skip
         if HADAMARD > 0:
-            values, block_amax = _device.round_to(_device.rotate(values, HADAMARD, dtype), dtype, ASM)
+            values, block_amax = _groups.round_to(_random.rotate(values, HADAMARD, dtype), dtype, ASM)
         elif not CENTER:
-            block_amax = _device.group_amax(values)
+            block_amax = _groups.group_amax(values)
         in_columns = first_n + offs_n < columns
         amax, encode, decode = load_globals(column_amax_ptr, first_n + offs_n, in_columns, COLUMN_MAX, COLUMN_BY, ASM)
         if COLUMN_UNITS != "packed" and pid_m == 0 and (COLUMN_BY == "row" or pid_n == 0):

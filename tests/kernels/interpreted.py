@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, Quantizer, kernels, reference
-from lightning_fp4.kernels import _device
+from lightning_fp4.kernels import _random
 from lightning_fp4.reference.hadamard import _SIGNS
 from lightning_fp4.tensor import Patch
 from tests.kernels.checks import (
@@ -149,7 +149,7 @@ def test_patched_non_finite(block_format, bad):
 
 
 def test_signs_are_the_references():
-    mask = _device.NEGATIVE_SIGNS.value
+    mask = _random.NEGATIVE_SIGNS.value
     assert tuple(-1 if mask >> i & 1 else 1 for i in range(32)) == _SIGNS
 
 
