@@ -458,7 +458,7 @@ def summary(result: dict[str, Any], output: Path) -> str:
     if fp4 is not None:
         layers = (
             f"{fp4['fp4_layers']} linear layers ({fp4['flops_share']:.0%} of their FLOPs), {fp4['kept_layers']} kept; "
-            f"GEMM paths {fp4['gemm_paths']}"
+            f"GEMM paths at the end {fp4['gemm_paths']}"
         )
         plain, in_fp4 = f"{result['held_out_after_plain']:.4f}", f"{result['held_out_after_fp4']:.4f}"
         if result["high_precision_finish"]:
