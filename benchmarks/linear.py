@@ -1,7 +1,7 @@
 """Is a linear layer in four bits faster than in BF16? Forward and backward, bias off; correctness first.
 
-Run: ``python benchmarks/linear.py`` on a GPU; writes ``benchmarks/results/linear.json``. ``--report --insert README.md``
-puts its table there.
+Run: ``python benchmarks/linear.py`` on a GPU; writes ``benchmarks/results/linear.json``. ``--report --insert
+README.md`` puts its table there.
 """
 
 from __future__ import annotations
