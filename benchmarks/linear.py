@@ -25,7 +25,7 @@ from lightning_fp4.tensor import Patch
 SIZES = [(2048, 2048), (4096, 4096), (4096, 14336), (14336, 4096)]
 RECIPES = {
     "nvfp4 units=fp8": get_recipe("nvfp4", units="fp8"),
-    "nvfp4 closed (exact on fp8)": get_recipe("nvfp4", forward_scale="closed", gradient_scale="closed_up"),
+    "nvfp4 closed (exact on fp8)": get_recipe("nvfp4", forward_scale="closed", gradient_scale="closed_up", units="fp8"),
     "nvfp4 four_over_six units=fp8": get_recipe("nvfp4", forward_scale="four_over_six", units="fp8"),
     "nvfp4 units=bf16": get_recipe("nvfp4", units="bf16"),
     "averis units=fp8": get_recipe("averis", units="fp8"),

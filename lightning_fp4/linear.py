@@ -142,7 +142,7 @@ class _ForwardPlan:
 @_for_each_recipe
 def _plan_forward(recipe: Recipe, device: torch.device, packed: bool) -> _ForwardPlan:
     units = matmul.units_of(recipe.fprop, device)
-    at_once = None if packed else units
+    at_once = None if packed else matmul.decoded_for(units)
     return _ForwardPlan(
         units=units,
         input=Operand.lhs(recipe.fprop, _FPROP_INPUT, at_once),
@@ -152,12 +152,24 @@ def _plan_forward(recipe: Recipe, device: torch.device, packed: bool) -> _Forwar
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _BackwardPlan:
+    """What a recipe makes of the backward pass on a device."""
+
+    dgrad_units: Units | None
+    wgrad_units: Units | None
+    dgrad_output: Operand
+    wgrad_output: Operand
+
+
 @_for_each_recipe
-def _plan_backward(recipe: Recipe, device: torch.device) -> tuple[Operand, Operand]:
-    """What becomes of the output gradient, for dgrad and for wgrad."""
-    return (
-        Operand.lhs(recipe.dgrad, _DGRAD_OUTPUT, matmul.units_of(recipe.dgrad, device)),
-        Operand.lhs(recipe.wgrad, _WGRAD_OUTPUT, matmul.units_of(recipe.wgrad, device)),
+def _plan_backward(recipe: Recipe, device: torch.device) -> _BackwardPlan:
+    dgrad_units, wgrad_units = matmul.units_of(recipe.dgrad, device), matmul.units_of(recipe.wgrad, device)
+    return _BackwardPlan(
+        dgrad_units=dgrad_units,
+        wgrad_units=wgrad_units,
+        dgrad_output=Operand.lhs(recipe.dgrad, _DGRAD_OUTPUT, matmul.decoded_for(dgrad_units)),
+        wgrad_output=Operand.lhs(recipe.wgrad, _WGRAD_OUTPUT, matmul.decoded_for(wgrad_units)),
     )
 
 
@@ -182,7 +194,7 @@ def _forward(
     """The output, and what backward needs: the column forms of input and weight."""
     packed = matmul.needs_packed(recipe.fprop, hot_channels)
     plan = _plan_forward(recipe, input.device, packed)
-    patches = (None, None) if packed else matmul.patches_of(recipe.fprop, hot_channels)
+    patches = (None, None) if plan.input.units is None else matmul.patches_of(recipe.fprop, hot_channels)
     input_rows, input_columns = _forms(
         input, plan.input, plan.wgrad_input if grad_weight else None, rng_state, shared_input, patches[0]
     )
@@ -271,7 +283,8 @@ class _FP4Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (input_columns, weight_columns), weight = _load(ctx)
         grad_output = grad_output.contiguous()  # so that strides do not decide the order of any sum
-        dgrad_output, wgrad_output = _plan_backward(ctx.recipe, grad_output.device)
+        plan = _plan_backward(ctx.recipe, grad_output.device)
+        dgrad_output, wgrad_output = plan.dgrad_output, plan.wgrad_output
         seed = ops.draw_seed(ctx.rng_state) if dgrad_output.stochastic or wgrad_output.stochastic else None
         rows: Side | None = None
         columns: Side | None = None
@@ -285,10 +298,10 @@ class _FP4Linear(torch.autograd.Function):
         if rows is not None and weight_columns is not None:
             transposed = None if weight is None else weight.T
             mean = matmul.mean_product(rows, weight_columns, transposed, dgrad_output.quantizer)
-            grad_input = matmul.multiply(rows, weight_columns, mean, grad_output.dtype)
+            grad_input = matmul.multiply(rows, weight_columns, mean, grad_output.dtype, units=plan.dgrad_units)
         if columns is not None and input_columns is not None:
             dtype = ctx.weight_dtype if columns.mean is None else torch.float32
-            product = matmul.multiply(columns, input_columns, None, grad_output.dtype, dtype)
+            product = matmul.multiply(columns, input_columns, None, grad_output.dtype, dtype, plan.wgrad_units)
             tokens = grad_output.shape[0]
             grad_weight = matmul.add_mean_outer(product, columns, input_columns, tokens, ctx.weight_dtype)
         if ctx.bias_dtype is not None:

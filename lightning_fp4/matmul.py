@@ -25,7 +25,7 @@ class Operand:
         quantizer: how it is quantised, ``None`` to leave it as it is.
         hadamard: group length of the rotation along the contraction axis.
         stream: the random stream that stochastic rounding draws from; each operand of a layer has its own.
-        units: what will multiply it at once, so that it is decoded on the spot; ``None`` to keep it packed.
+        units: what it is decoded for on the spot; ``None`` to keep it packed.
     """
 
     quantizer: Quantizer | None
@@ -225,8 +225,13 @@ def add_mean_outer(product: Tensor, lhs: Side, rhs: Side, tokens: int, dtype: to
     return ops.add_outer(product, lhs.mean, rhs.mean, tokens, dtype)
 
 
+def decoded_for(units: Units | None) -> Units | None:
+    """What operands that ``units`` multiply at once are decoded for; ``None`` if they stay packed."""
+    return None if units == "fp4" else units
+
+
 def needs_packed(gemm: Gemm | None, channels: Tensor | None) -> bool:
-    """Whether the operands of ``gemm`` have to stay packed until it runs, with these hot channels.
+    """Whether the operands of ``gemm`` have to stay packed until it runs, whatever units, with these hot channels.
 
     A patch with a product of its own is made from both operands' codes, and a mean in four bits meets the right operand
     as it decodes exactly, which units that round once more would not show.

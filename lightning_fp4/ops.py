@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_fp4 import reference
+from lightning_fp4 import blackwell, reference
 from lightning_fp4.formats import E4M3, FORMATS, BlockFormat
 from lightning_fp4.quantizer import Quantizer, Rounding
 from lightning_fp4.recipes.base import GemmUnits
@@ -67,13 +67,20 @@ def gemm_path(
 ) -> Units:
     """Which units multiply two quantised operands on this device; without quantisers, those that suit all formats.
 
-    ``"auto"`` takes FP8 units where they are exact and BF16 units, which are exact for every format, elsewhere. A CPU
-    computes in float32; it can show what FP8 units would give, from the same E4M3 operands.
+    ``"auto"`` takes FP4 or else FP8 units where they are exact, and BF16 units, which are exact for every format,
+    elsewhere; :func:`blackwell.obstacle` says why it cannot take FP4 units. A CPU computes in float32; it can show what
+    FP8 units would give, from the same E4M3 operands.
 
     Raises:
-        ValueError: if FP8 units are asked for and the device has none, or the formats have no scale per tensor.
+        ValueError: if FP4 or FP8 units are asked for and the device has none, or they do not take the formats.
     """
     suits = all(q is not None and q.format.global_scale == "tensor" for q in (lhs, rhs))
+    if wanted in ("auto", "fp4"):
+        obstacle = blackwell.obstacle(device, *(None if q is None else q.format for q in (lhs, rhs)))
+        if obstacle is None and (wanted == "fp4" or is_exact("fp4", lhs, rhs)):
+            return "fp4"
+        if wanted == "fp4":
+            raise ValueError(f"`units='fp4'`: {obstacle}. Use units='auto'.")
     if wanted == "fp8":
         if not suits:
             raise ValueError(f"`units='fp8'` needs formats with one scale per tensor, got {lhs} and {rhs}.")
@@ -93,7 +100,9 @@ def _has_fp8(device: torch.device) -> bool:
 
 
 def is_exact(units: Units, lhs: Quantizer | None, rhs: Quantizer | None) -> bool:
-    """Whether these units multiply these operands without rounding them first."""
+    """Whether these units multiply these operands without rounding them, or the sums, once more."""
+    if units == "fp4":
+        return not any(q is not None and blackwell.rounds_sums(q.format) for q in (lhs, rhs))
     return units != "fp8" or all(q is not None and q.scale_rule.is_closed for q in (lhs, rhs))
 
 
@@ -241,11 +250,16 @@ def gemm(
         rhs: ``[N, K]``.
         bias: ``[N]`` or ``None``.
         dtype: of the result.
-        units: what multiplies; those that a decoded operand is made for, else exact ones, if not given.
+        units: what multiplies; those that a decoded operand is made for, else exact ones, if not given. FP4 units
+            multiply packed operands, the others decoded ones.
     """
     assert lhs.shape[1] == rhs.shape[1]
     decoded = [m.units for m in (lhs, rhs) if isinstance(m, FP4Operand)]
     units = units or (decoded[0] if decoded else gemm_path(lhs.codes.device))  # type: ignore[union-attr]
+    if units == "fp4":
+        assert isinstance(lhs, FP4Tensor)
+        assert isinstance(rhs, FP4Tensor)
+        return _multiply_packed(*_storage_of(lhs), *_storage_of(rhs), lhs.shape[1], bias, dtype)
     a, b = (m if isinstance(m, FP4Operand) else operand(m, units) for m in (lhs, rhs))
     assert a.units == b.units == units
     return _multiply(a.values, a.factor, b.values, b.factor, bias, dtype)
@@ -434,6 +448,11 @@ def _rebuild(
     return FP4Tensor(
         codes=codes, scales=scales, amax=amax, encoded_max=encoded_max, format=FORMATS[name], shape=(rows, columns)
     )
+
+
+def _storage_of(x: FP4Tensor) -> tuple[Tensor, Tensor, Tensor | None, str, float]:
+    """A matrix but for its shape, as an operator's arguments."""
+    return x.codes, x.scales, x.amax, x.format.name, x.encoded_max
 
 
 @_operator("draw_seed", mutates=("rng_state",))
@@ -770,6 +789,36 @@ def _multiply(
 @_multiply.register_fake
 def _(lhs, lhs_factor, rhs, rhs_factor, bias, dtype):  # type: ignore[no-untyped-def]
     return lhs.new_empty((lhs.shape[0], rhs.shape[0]), dtype=dtype)
+
+
+@_operator("multiply_packed")
+def _multiply_packed(
+    lhs_codes: Tensor,
+    lhs_scales: Tensor,
+    lhs_amax: Optional[Tensor],
+    lhs_format: str,
+    lhs_encoded_max: float,
+    rhs_codes: Tensor,
+    rhs_scales: Tensor,
+    rhs_amax: Optional[Tensor],
+    rhs_format: str,
+    rhs_encoded_max: float,
+    columns: int,
+    bias: Optional[Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    m, n = lhs_codes.shape[0], rhs_codes.shape[0]
+    lhs = _rebuild(lhs_codes, lhs_scales, lhs_amax, lhs_format, lhs_encoded_max, m, columns)
+    rhs = _rebuild(rhs_codes, rhs_scales, rhs_amax, rhs_format, rhs_encoded_max, n, columns)
+    return blackwell.multiply(lhs, rhs, bias, dtype)
+
+
+@_multiply_packed.register_fake
+def _(  # type: ignore[no-untyped-def]
+    lhs_codes, lhs_scales, lhs_amax, lhs_format, lhs_encoded_max, rhs_codes, rhs_scales, rhs_amax, rhs_format,
+    rhs_encoded_max, columns, bias, dtype,
+):  # fmt: skip
+    return lhs_codes.new_empty((lhs_codes.shape[0], rhs_codes.shape[0]), dtype=dtype)
 
 
 def _fp8_gemm(

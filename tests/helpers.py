@@ -106,6 +106,13 @@ def run(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor | None = None) -> 
     return {name: None if value is None else value.detach().clone() for name, value in found.items()}
 
 
+def exact_units(device: torch.device) -> str:
+    """The units that multiply NVFP4 operands on this device unless a recipe asks for others."""
+    if device.type != "cuda":
+        return "fp32"
+    return "fp4" if torch.cuda.get_device_capability(device) >= (10, 0) else "bf16"
+
+
 def assert_same_run(actual: dict, expected: dict) -> None:
     for name, value in expected.items():
         assert same_bits(actual[name], value), f"{name} differs"

@@ -13,6 +13,7 @@ LEVELS = [
     {"quantizer"},
     {"recipes", "tensor"},
     {"reference", "kernels"},
+    {"blackwell"},
     {"ops"},
     {"matmul", "sharing"},
     {"linear"},

@@ -15,6 +15,7 @@ from tests.helpers import (
     Block,
     assert_same_codes,
     assert_same_run,
+    exact_units,
     fp4_linear_layer,
     golden_cases,
     relative_error,
@@ -907,7 +908,7 @@ def test_hooks_run():
 
 def test_paths_that_ran(device):
     layer = fp4_linear_layer(64, 32, device=device)
-    unit = "bf16" if device.type == "cuda" else "fp32"
+    unit = exact_units(device)
     with torch.no_grad():
         layer(torch.randn(4, 64, device=device))
     assert layer.fp4_gemm_paths == {"fprop": unit}

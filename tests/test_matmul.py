@@ -90,4 +90,4 @@ def test_describe():
     assert matmul.describe(None, cpu) == "high_precision"
     assert matmul.describe(Gemm(lhs=RNE), cpu) == "high_precision"
     assert matmul.describe(Gemm(lhs=RNE, rhs=SQUARE), cpu) == "fp32"
-    assert matmul.describe(Gemm(lhs=RNE, rhs=SQUARE), torch.device("cuda")) == "bf16"
+    assert matmul.describe(Gemm(lhs=RNE, rhs=SQUARE, units="bf16"), torch.device("cuda")) == "bf16"

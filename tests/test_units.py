@@ -124,8 +124,8 @@ def test_fp8_units_need_one_scale_per_tensor():
     mxfp4 = Quantizer(format=MXFP4, scale_rule="unbiased")
     with pytest.raises(ValueError, match="one scale per tensor"):
         matmul.units_of(Gemm(lhs=mxfp4, rhs=mxfp4, units="fp8"), torch.device("cpu"))
-    with pytest.raises(ValueError, match="'auto', 'bf16' or 'fp8'"):
-        Gemm(units="fp4")
+    with pytest.raises(ValueError, match="'auto', 'bf16', 'fp8' or 'fp4'"):
+        Gemm(units="int8")
 
 
 def test_closed_rules_take_fp8_units_where_there_are_some(monkeypatch):

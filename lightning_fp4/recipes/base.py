@@ -14,7 +14,7 @@ from lightning_fp4.quantizer import Centering, Quantizer
 
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 
-GemmUnits = Literal["auto", "bf16", "fp8"]
+GemmUnits = Literal["auto", "bf16", "fp8", "fp4"]
 
 _HADAMARD_SIZES = (2, 4, 8, 16, 32)
 _GEMMS: tuple[GemmName, ...] = ("fprop", "dgrad", "wgrad")
@@ -116,7 +116,8 @@ class Gemm:
         hadamard: group length of the random Hadamard transform that both operands go through along the contraction
             axis before they are quantised; ``None`` for no transform.
         units: what multiplies: ``"auto"`` for the fastest units that are exact, ``"bf16"`` for BF16 units, which always
-            are, or ``"fp8"`` for FP8 units, which round operands once more unless their scale rules are closed.
+            are, ``"fp8"`` for FP8 units, which round operands once more unless their scale rules are closed, or
+            ``"fp4"`` for Blackwell's FP4 units, which round the sums of MXFP4 operands once more.
         hot_channels: patch some channels of the contraction axis; ``None`` for none.
 
     Raises:
@@ -130,8 +131,8 @@ class Gemm:
     hot_channels: HotChannels | None = None
 
     def __post_init__(self) -> None:
-        if self.units not in ("auto", "bf16", "fp8"):
-            raise ValueError(f"`Gemm(units={self.units!r})` must be 'auto', 'bf16' or 'fp8'.")
+        if self.units not in ("auto", "bf16", "fp8", "fp4"):
+            raise ValueError(f"`Gemm(units={self.units!r})` must be 'auto', 'bf16', 'fp8' or 'fp4'.")
         if self.lhs and self.rhs and self.lhs.format.block[1] != self.rhs.format.block[1]:
             raise ValueError(
                 f"`Gemm(lhs={self.lhs}, rhs={self.rhs})`: both operands need blocks of the same length along the "

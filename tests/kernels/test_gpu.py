@@ -5,7 +5,16 @@ import torch
 
 from lightning_fp4 import FP4Tensor, Gemm, Quantizer, Recipe, get_recipe, ops, reference
 from lightning_fp4.formats import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW
-from tests.helpers import assert_same_codes, fp4_linear_layer, golden_cases, relative_error, run, same_bits, unpack
+from tests.helpers import (
+    assert_same_codes,
+    exact_units,
+    fp4_linear_layer,
+    golden_cases,
+    relative_error,
+    run,
+    same_bits,
+    unpack,
+)
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -292,12 +301,12 @@ def test_products_on_fp8_units(sizes, rule):
 
 
 def test_choice_of_units():
-    closed, plain = Quantizer(scale_rule="closed"), Quantizer()
-    fp8 = "fp8" if torch.cuda.get_device_capability() >= (8, 9) else "bf16"
-    assert ops.gemm_path(CUDA, closed, closed) == fp8
-    assert ops.gemm_path(CUDA, closed, plain) == "bf16"
+    closed, plain, exact = Quantizer(scale_rule="closed"), Quantizer(), exact_units(CUDA)
+    has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
+    assert ops.gemm_path(CUDA, closed, closed) == ("fp8" if has_fp8 and exact == "bf16" else exact)
+    assert ops.gemm_path(CUDA, closed, plain) == exact
     assert ops.gemm_path(CUDA, closed, closed, "bf16") == "bf16"
-    if fp8 == "fp8":
+    if has_fp8:
         assert ops.gemm_path(CUDA, plain, plain, "fp8") == "fp8"
 
 
@@ -364,8 +373,9 @@ def test_layer_error_is_that_of_four_bits(units, options):
     expected = run(plain, x.float(), grad.float())
     for name in ("y", "dx", "dw"):
         assert 0.05 < relative_error(found[name], expected[name]) < 0.3, name
-    fp8 = units == "fp8" or (options and torch.cuda.get_device_capability() >= (8, 9))
-    path = ("fp8" if options else "fp8 (one extra rounding)") if fp8 else "bf16"
+    path = exact_units(CUDA)
+    if units == "fp8" or (options and path == "bf16" and torch.cuda.get_device_capability() >= (8, 9)):
+        path = "fp8" if options else "fp8 (one extra rounding)"
     assert layer.fp4_gemm_paths == {"fprop": path, "dgrad": path, "wgrad": path}
 
 
