@@ -118,7 +118,7 @@ def stand_in(monkeypatch):
     """A device with FP4 units, as far as this package can tell."""
     stand_in = StandIn()
     monkeypatch.setattr(functional, "scaled_mm", stand_in)
-    monkeypatch.setattr(blackwell, "obstacle", lambda *_: None)
+    monkeypatch.setattr(blackwell, "obstacle", lambda device, *formats: "nothing to ask" if None in formats else None)
     return stand_in
 
 
