@@ -15,6 +15,7 @@ from lightning_fp4 import ops
 from lightning_fp4.convert import ConversionReport, Layers, abbreviate, apply_plan, plan_conversion
 from lightning_fp4.linear import FP4Layer
 from lightning_fp4.naming import matches
+from lightning_fp4.quantizer import Quantizer
 from lightning_fp4.recipes import Recipe, get_recipe
 
 BasePrecision = Literal["bf16-mixed", "bf16-true", "32-true"]
@@ -242,6 +243,8 @@ class FP4Plugin:
 
 
 def _how_it_runs(device: torch.device) -> str:
+    if ops.gemm_path(device, Quantizer(), Quantizer()) == "fp4":
+        return f"{device.type} has FP4 units; `report()` names the units that multiply"
     return (
         f"FP4 is emulated on {device.type} ({ops.backend(device)} quantiser): the numerics of FP4, not its speed; "
         "`report()` names the units that multiply"

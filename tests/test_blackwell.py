@@ -1,5 +1,6 @@
 """FP4 units: the layout of their scales, the call that they get, and layers on a float32 stand-in for that call."""
 
+import logging
 import re
 
 import pytest
@@ -8,9 +9,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.nn.functional import ScalingType, SwizzleType
 
-from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, Gemm, Quantizer, Recipe, blackwell, get_recipe, matmul, ops
+from lightning_fp4 import (
+    MXFP4,
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_ROW,
+    FP4Precision,
+    Gemm,
+    Quantizer,
+    Recipe,
+    blackwell,
+    get_recipe,
+    matmul,
+    ops,
+)
 from lightning_fp4.tensor import FP4Operand, FP4Tensor
 from tests.helpers import decode_codes, fp4_linear_layer, relative_error, run, same_bits, unpack
+from tests.trainer_models import LanguageModel, messages, trainer
 
 CHANNELS = torch.tensor([0, 1, 5, 17, 40, 63, 64, 79])
 SCALED_MM = functional.scaled_mm
@@ -283,6 +298,15 @@ def test_mxfp4_layer(dtype, stand_in):
         # Sums rounded to BF16: at most 2^-9 of each, on average a third of that or so.
         assert relative_error(actual[name], expected[name]) < 2**-9 + 1e-3 * (dtype is torch.bfloat16), name
     assert len(stand_in.calls) == 3
+
+
+def test_a_fit_reports_them(stand_in, caplog):
+    caplog.set_level(logging.INFO)
+    fp4, model = FP4Precision(), LanguageModel(blocks=3)
+    trainer(fp4, max_steps=1, limit_val_batches=0).fit(model)
+    assert any("cpu has FP4 units; `report()` names the units that multiply" in line for line in messages(caplog))
+    assert fp4.report()["gemm_paths"] == {"fprop:fp4": 18, "dgrad:fp4": 18, "wgrad:fp4": 18}
+    assert len(stand_in.calls) >= 3 * 18
 
 
 def test_a_compiled_layer_gives_the_same(stand_in):
