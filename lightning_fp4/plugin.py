@@ -32,7 +32,7 @@ class FP4Plugin:
 
     def __init__(
         self,
-        recipe: str | dict[str, Any] | Recipe = "nvfp4",
+        recipe: str | dict[str, Any] | Recipe = "chon",
         *,
         precision: BasePrecision = "bf16-mixed",
         layers: Layers = "all",
@@ -68,6 +68,7 @@ class FP4Plugin:
         plan_conversion(anything, self.recipe, **{**self.choice, "filter_fn": None})
         self._device: torch.device | None = None
         self._converted: list[tuple[nn.Module, ConversionReport]] = []
+        self._shared_hot_channels = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.recipe.name!r}, precision={self.precision!r})"
@@ -175,6 +176,20 @@ class FP4Plugin:
             for name, layer in self._fp4_layers().items()
             if layer.fp4_recipe.fprop is not None and layer.fp4_recipe.fprop.hot_channels is not None
         }
+
+    def _share_first_hot_channels(self, remedy: str) -> None:
+        """After the first optimizer step with hot channels: make them rank 0's everywhere, and warn that they stay."""
+        layers = self._patched_layers()
+        if not layers:  # now, but a schedule may bring them
+            return
+        self._shared_hot_channels = True
+        rank_zero_warn(f"{self!r} keeps the hot channels of its first batch; they will not follow the run. {remedy}")
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            picked = {name: layer.fp4_hot_channels for name, layer in layers.items()}
+            host = [{name: channels.cpu() for name, channels in picked.items() if channels is not None}]
+            torch.distributed.broadcast_object_list(host, src=0)
+            for name, channels in host[0].items():
+                layers[name].fp4_hot_channels = channels.to(layers[name].fp4_rng_state.device)
 
     # ------------------------------------------------------------------------------------------------------------------
     # State
