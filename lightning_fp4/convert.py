@@ -439,7 +439,7 @@ def _warnings(
         reasons = sorted({str(choice.reason) for choice in choices})
         kept = f"No Linear layer runs in FP4: all {len(choices)} are kept in high precision ({'; '.join(reasons)})."
         by_block = any(reason.startswith(("first ", "last ")) for reason in reasons)
-        yield f"{kept} Keep fewer blocks, for example `last_blocks=1`." if by_block else kept
+        yield f"{kept} Give a smaller `first_blocks` or `last_blocks` than the recipe's." if by_block else kept
     if (
         any(isinstance(m, nn.TransformerEncoderLayer) for m in model.modules())
         and torch.backends.mha.get_fastpath_enabled()

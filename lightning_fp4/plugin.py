@@ -75,7 +75,7 @@ class FP4Plugin:
 
     def __getstate__(self) -> dict[str, Any]:
         # The reports hold the layers; a copy or a spawned process converts its own model.
-        return {**self.__dict__, "_converted": []}
+        return {**self.__dict__, "_converted": [], "_shared_hot_channels": False}
 
     # ------------------------------------------------------------------------------------------------------------------
     # Conversion
@@ -94,6 +94,7 @@ class FP4Plugin:
             report = dataclasses.replace(report, choices=tuple(choices))
         apply_plan(report, self.recipe, self.seed)
         self._converted[position : position + 1] = [(module, report)]
+        self._shared_hot_channels &= known
         if known and len(report.converted) == already:
             return
         if already:

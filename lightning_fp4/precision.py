@@ -11,7 +11,6 @@ from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.plugins.precision.precision import Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
@@ -35,9 +34,9 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
     and model must come from ``lightning.pytorch``: to the separate package ``pytorch_lightning`` this is no plugin.
 
     Args:
-        recipe: a recipe's name (see ``list_recipes``), a dict with its ``name`` and options, or a ``Recipe``. The default
-            ``"chon"`` picks its hot channels in the first training step; add the callback ``HotChannelRefresh`` to have
-            them chosen anew as the run goes on. They are in the checkpoint. ``"nvfp4"`` is NVIDIA's recipe.
+        recipe: a recipe's name (see ``list_recipes``), a dict with its ``name`` and options, or a ``Recipe``. The
+            default ``"chon"`` picks its hot channels in the first training step; add the callback ``HotChannelRefresh``
+            to have them chosen anew as the run goes on. They are in the checkpoint. ``"nvfp4"`` is NVIDIA's recipe.
         precision: the base precision, in place of ``Trainer(precision=...)``: ``"bf16-mixed"`` (float32 weights,
             bfloat16 autocast), ``"bf16-true"`` or ``"32-true"``.
         layers: within transformer blocks, ``"all"`` linear layers, the ``"mlp"``, or ``"mlp+attention_output"``.
@@ -116,7 +115,7 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
             )
         if not any(module is known for known, _ in self._converted):
             self._converted.clear()
-            self._stepped = self._looked_for_idle_layers = self._shared_hot_channels = False
+            self._stepped = self._looked_for_idle_layers = False
         self._convert(module, trainer.strategy.root_device)
         return module
 

@@ -66,8 +66,8 @@ def chon(
         post_qk_protection: keep the value projections of softmax attention, and the output and gate key projections of
             linear attention, in high precision.
         averis: centre inputs and gradients as well, with exact means.
-        weight_2d: quantise weights in 16x16 blocks, as NVIDIA's recipe does. In the README's table of losses 1x16 blocks
-            lose less with every recipe, so they are the default here; where a recipe stands for its paper, 16x16 stay.
+        weight_2d: quantise weights in 16x16 blocks, as NVIDIA's recipe does. In the README's table of losses 1x16
+            weights lose less with every recipe, so they are the default here; the other recipes keep their definition.
         gate_weight_2d: the same for the gates of gated feed-forward layers only; ``None`` to treat them like the rest.
         stochastic_rounding: round output gradients stochastically.
         hadamard: rotate both operands of the weight gradient.
