@@ -139,7 +139,7 @@ class ConversionReport:
 
 def plan_conversion(
     model: nn.Module,
-    recipe: str | Recipe | Mapping[str, Any] = "nvfp4",
+    recipe: str | Recipe | Mapping[str, Any] = "chon",
     *,
     layers: Layers = "all",
     ignore_modules: Collection[str] = (),
@@ -233,7 +233,7 @@ def plan_conversion(
 
 def convert_to_fp4(
     model: nn.Module,
-    recipe: str | Recipe | Mapping[str, Any] = "nvfp4",
+    recipe: str | Recipe | Mapping[str, Any] = "chon",
     *,
     layers: Layers = "all",
     ignore_modules: Collection[str] = (),
@@ -252,7 +252,8 @@ def convert_to_fp4(
 
     Args:
         model: any module; the outermost ``ModuleList``/``Sequential`` of like blocks is taken as its block stack.
-        recipe: name, dict with a ``"name"``, or :class:`Recipe`.
+        recipe: name, dict with a ``"name"``, or :class:`Recipe`. The default ``"chon"`` picks each layer's hot channels
+            from its first training batch, on every rank by itself; the Trainer's plugin and callbacks do more.
         layers: within blocks, ``"all"``, only the ``"mlp"``, or ``"mlp+attention_output"``.
         ignore_modules: names to keep in high precision, each with all below it; a name may start at any dot.
         filter_fn: ``filter_fn(module, name)`` alone decides (after ``ignore_modules``) which layers to convert.
@@ -270,7 +271,7 @@ def convert_to_fp4(
 
     Example::
 
-        model = convert_to_fp4(model, "nvfp4", ignore_modules=["vision_tower"])
+        model = convert_to_fp4(model, ignore_modules=["vision_tower"])
     """
     report = plan_conversion(
         model,
@@ -436,7 +437,9 @@ def _warnings(
             yield f"`ignore_modules`: {ignored!r} matches no Linear layer of the model. Is it misspelt?"
     if choices and all(choice.reason is not None for choice in choices):
         reasons = sorted({str(choice.reason) for choice in choices})
-        yield f"No Linear layer runs in FP4: all {len(choices)} are kept in high precision ({'; '.join(reasons)})."
+        kept = f"No Linear layer runs in FP4: all {len(choices)} are kept in high precision ({'; '.join(reasons)})."
+        by_block = any(reason.startswith(("first ", "last ")) for reason in reasons)
+        yield f"{kept} Give a smaller `first_blocks` or `last_blocks` than the recipe's." if by_block else kept
     if (
         any(isinstance(m, nn.TransformerEncoderLayer) for m in model.modules())
         and torch.backends.mha.get_fastpath_enabled()

@@ -33,7 +33,7 @@ class FP4Plugin:
 
     def __init__(
         self,
-        recipe: str | dict[str, Any] | Recipe = "nvfp4",
+        recipe: str | dict[str, Any] | Recipe = "chon",
         *,
         precision: BasePrecision = "bf16-mixed",
         layers: Layers = "all",
@@ -69,13 +69,14 @@ class FP4Plugin:
         plan_conversion(anything, self.recipe, **{**self.choice, "filter_fn": None})
         self._device: torch.device | None = None
         self._converted: list[tuple[nn.Module, ConversionReport]] = []
+        self._shared_hot_channels = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.recipe.name!r}, precision={self.precision!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         # The reports hold the layers; a copy or a spawned process converts its own model.
-        return {**self.__dict__, "_converted": []}
+        return {**self.__dict__, "_converted": [], "_shared_hot_channels": False}
 
     # ------------------------------------------------------------------------------------------------------------------
     # Conversion
@@ -94,6 +95,7 @@ class FP4Plugin:
             report = dataclasses.replace(report, choices=tuple(choices))
         apply_plan(report, self.recipe, self.seed)
         self._converted[position : position + 1] = [(module, report)]
+        self._shared_hot_channels &= known
         if known and len(report.converted) == already:
             return
         if already:
@@ -176,6 +178,20 @@ class FP4Plugin:
             for name, layer in self._fp4_layers().items()
             if layer.fp4_recipe.fprop is not None and layer.fp4_recipe.fprop.hot_channels is not None
         }
+
+    def _share_first_hot_channels(self, remedy: str) -> None:
+        """After the first optimizer step with hot channels: make them rank 0's everywhere, and warn that they stay."""
+        layers = self._patched_layers()
+        if not layers:  # now, but a schedule may bring them
+            return
+        self._shared_hot_channels = True
+        rank_zero_warn(f"{self!r} keeps the hot channels of its first batch; they will not follow the run. {remedy}")
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            picked = {name: layer.fp4_hot_channels for name, layer in layers.items()}
+            host = [{name: channels.cpu() for name, channels in picked.items() if channels is not None}]
+            torch.distributed.broadcast_object_list(host, src=0)
+            for name, channels in host[0].items():
+                layers[name].fp4_hot_channels = channels.to(layers[name].fp4_rng_state.device)
 
     # ------------------------------------------------------------------------------------------------------------------
     # State

@@ -11,7 +11,6 @@ from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.plugins.precision.precision import Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
@@ -26,7 +25,7 @@ CHECKPOINT_KEY = "lightning_fp4"
 
 
 class FP4Precision(FP4Plugin, FSDPPrecision):
-    """Train the linear layers of a LightningModule in four bits: ``Trainer(plugins=[FP4Precision("nvfp4")])``.
+    """Train the linear layers of a LightningModule in four bits: ``Trainer(plugins=[FP4Precision()])``.
 
     The layers are converted in place when fitting (validating, testing, predicting) starts; parameters, ties,
     optimizers and checkpoint keys stay what they are, so checkpoints are plain and load anywhere. One log line says
@@ -35,7 +34,9 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
     and model must come from ``lightning.pytorch``: to the separate package ``pytorch_lightning`` this is no plugin.
 
     Args:
-        recipe: a recipe's name (see ``list_recipes``), a dict with its ``name`` and options, or a ``Recipe``.
+        recipe: a recipe's name (see ``list_recipes``), a dict with its ``name`` and options, or a ``Recipe``. The
+            default ``"chon"`` picks its hot channels in the first training step; add the callback ``HotChannelRefresh``
+            to have them chosen anew as the run goes on. They are in the checkpoint. ``"nvfp4"`` is NVIDIA's recipe.
         precision: the base precision, in place of ``Trainer(precision=...)``: ``"bf16-mixed"`` (float32 weights,
             bfloat16 autocast), ``"bf16-true"`` or ``"32-true"``.
         layers: within transformer blocks, ``"all"`` linear layers, the ``"mlp"``, or ``"mlp+attention_output"``.
@@ -57,14 +58,14 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
 
     Example::
 
-        trainer = Trainer(plugins=[FP4Precision("nvfp4", ignore_modules=["vision_tower"])])
+        trainer = Trainer(plugins=[FP4Precision(ignore_modules=["vision_tower"])], callbacks=[HotChannelRefresh()])
         trainer.fit(model)
         print(trainer.precision_plugin.report())
     """
 
     def __init__(
         self,
-        recipe: str | dict[str, Any] | Recipe = "nvfp4",
+        recipe: str | dict[str, Any] | Recipe = "chon",
         *,
         precision: BasePrecision = "bf16-mixed",
         layers: Layers = "all",
@@ -158,9 +159,13 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
                 self._forget_weights()
 
         result = super().optimizer_step(optimizer, model=model, closure=closure_before_change, **kwargs)
-        if not self._stepped:
-            self._stepped = True
-            self._share_first_hot_channels(_trainer_of(model))
+        self._stepped = True
+        if not self._shared_hot_channels:
+            trainer = _trainer_of(model)
+            if trainer is not None and not _refreshes_hot_channels(trainer):
+                self._share_first_hot_channels(
+                    "To choose them anew as it goes on, write `Trainer(callbacks=[lightning_fp4.HotChannelRefresh()])`."
+                )
         return result
 
     def _forget_weights(self) -> None:
@@ -168,21 +173,6 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
         if self.reuse_weights:
             for layer in self._fp4_layers().values():
                 layer.fp4_weight_forms = None
-
-    def _share_first_hot_channels(self, trainer: pl.Trainer | None) -> None:
-        """Unless a callback chooses them: replace the hot channels of each rank's first batch by rank 0's."""
-        layers = self._patched_layers()
-        if not layers or trainer is None or _refreshes_hot_channels(trainer):
-            return
-        rank_zero_warn(
-            f"{self!r} picked its hot channels from the first batch, and they will not follow the run. Add "
-            "`lightning_fp4.callbacks.HotChannelRefresh()` to the Trainer's callbacks to choose them anew."
-        )
-        if trainer.world_size > 1:
-            picked = {name: layer.fp4_hot_channels for name, layer in layers.items()}
-            host = {name: channels.cpu() for name, channels in picked.items() if channels is not None}
-            for name, channels in trainer.strategy.broadcast(host).items():
-                layers[name].fp4_hot_channels = channels.to(layers[name].fp4_rng_state.device)
 
     def _look_for_idle_layers(self) -> None:
         # Not within `optimizer_step`: with several optimizers, some layers run after the first of them has stepped.

@@ -13,6 +13,7 @@ from torch import nn
 
 import lightning_fp4
 from lightning_fp4 import convert_to_fp4, get_recipe, revert_from_fp4
+from lightning_fp4.callbacks.hot_channel_refresh import choose_channels, start_scoring, stop_scoring
 from lightning_fp4.fabric import FP4Precision
 from tests.helpers import RTN, TinyModel, relative_error
 from tests.trainer_models import WIDTH, assert_same_weights, layers_of, weights
@@ -169,7 +170,7 @@ def test_tied_model():
     assert len(layers_of(model)) == 12
 
 
-@pytest.mark.parametrize("recipe", [RTN, SR], ids=["rtn", "sr"])
+@pytest.mark.parametrize("recipe", [RTN, SR, "chon"], ids=["rtn", "sr", "chon"])
 def test_resume_equals_straight_run(recipe, tmp_path):
     """With the plugin among what is saved; the file holds plain data."""
 
@@ -185,8 +186,13 @@ def test_resume_equals_straight_run(recipe, tmp_path):
     expected = train(runner, state["model"], state["optimizer"], batches(8)[4:])
 
     saved = torch.load(tmp_path / "state.ckpt", weights_only=True)
-    steps = 4 if recipe is SR else 0
-    assert saved["precision"] == {"version": 1, "recipe": "nvfp4", "steps": {"0": steps, "2": steps}}
+    steps = 0 if recipe is RTN else 4
+    hot_channels = saved["precision"].pop("hot_channels", {})
+    assert {name: len(channels) for name, channels in hot_channels.items()} == (
+        {"0": 16, "2": 16} if recipe == "chon" else {}
+    )
+    name = "chon" if recipe == "chon" else "nvfp4"
+    assert saved["precision"] == {"version": 1, "recipe": name, "steps": {"0": steps, "2": steps}}
     assert set(saved["model"]) == set(mlp().state_dict())
 
     runner, resumed = new(1)
@@ -194,6 +200,32 @@ def test_resume_equals_straight_run(recipe, tmp_path):
     assert train(runner, resumed["model"], resumed["optimizer"], batches(8)[4:]) == expected
     plain = mlp(1)
     plain.load_state_dict(saved["model"])
+
+
+def test_default_recipe_warns_once_that_its_hot_channels_stay(recwarn):
+    runner = Fabric(accelerator="cpu", devices=1, plugins=[FP4Precision(precision="32-true")])
+    model = mlp()
+    wrapped, optimizer = runner.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(runner, wrapped, optimizer)
+    assert all(layer.fp4_recipe == get_recipe("chon") for layer in layers_of(model).values())
+    (said,) = (str(w.message) for w in recwarn if "hot channels" in str(w.message))
+    assert "FP4Precision('chon', precision='32-true') keeps the hot channels of its first batch" in said
+    assert "`choose_channels` of `lightning_fp4.callbacks.hot_channel_refresh`" in said
+
+
+def test_hot_channels_chosen_anew_without_a_trainer():
+    """What the warning points to."""
+    runner, model = fabric("chon"), mlp()
+    wrapped, optimizer = runner.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(runner, wrapped, optimizer)
+    layers = layers_of(model)
+    before = {name: layer.fp4_hot_channels for name, layer in layers.items()}
+    start_scoring(layers)
+    train(runner, wrapped, optimizer, [batch * torch.linspace(0, 3, WIDTH) for batch in batches()])
+    kept = choose_channels(layers, stop_scoring(layers), reduce=runner.all_reduce)
+    assert set(kept) == {"0", "2"}
+    assert kept["0"] < 1
+    assert not torch.equal(layers["0"].fp4_hot_channels, before["0"])
 
 
 def test_two_models():

@@ -92,7 +92,7 @@ def test_the_patch_is_the_sum_of_its_products(mode):
 @pytest.mark.parametrize("mode", ["single", "dual", "high_precision"])
 def test_no_channels_is_the_plain_product(mode):
     x, w = _tensors()
-    plain = _output(x, w, get_recipe("nvfp4"), None)
+    plain = _output(x, w, get_recipe("nvfp4", weight_2d=False), None)
     assert same_bits(_output(x, w, chon(mode=mode), torch.zeros(0, dtype=torch.int64)), plain)
     assert same_bits(_output(x, w, chon(mode=mode), None), plain)
 
@@ -111,7 +111,7 @@ def test_hot_channels_help_more_than_others():
     torch.manual_seed(0)
     x, w = torch.randn(64, 256), torch.randn(32, 256)
     x[:, [7, 99, 200]] *= 8
-    layer = fp4_linear_layer(256, 32, chon(weight_2d=False))
+    layer = fp4_linear_layer(256, 32, chon())
     layer.weight.data.copy_(w)
     layer(x)
     hot = layer.fp4_hot_channels
@@ -119,15 +119,16 @@ def test_hot_channels_help_more_than_others():
     assert set((hot // 16).tolist()) <= {0, 6, 12}
     assert len(hot) == 32
     cold = torch.tensor([c for c in range(256) if c not in hot.tolist()][: len(hot)])
-    recipe, exact = chon(weight_2d=False), x @ w.T
+    recipe, exact = chon(), x @ w.T
     errors = [relative_error(_output(x, w, recipe, channels), exact) for channels in (hot, cold, None)]
     assert errors[0] < 0.9 * errors[1]
     assert errors[1] < errors[2]
 
 
-def test_backward_does_not_depend_on_the_patch():
-    layer = fp4_linear_layer(100, 24, chon())
-    plain = fp4_linear_layer(100, 24, get_recipe("nvfp4", stochastic_rounding=False))
+@pytest.mark.parametrize("weight_2d", [True, False])
+def test_backward_does_not_depend_on_the_patch(weight_2d):
+    layer = fp4_linear_layer(100, 24, chon(weight_2d=weight_2d))
+    plain = fp4_linear_layer(100, 24, get_recipe("nvfp4", stochastic_rounding=False, weight_2d=weight_2d))
     x, _ = _tensors()
     grad = torch.randn(37, 24)
     patched, expected = run(layer, x, grad), run(plain, x, grad)
@@ -253,4 +254,4 @@ def test_operands_are_quantised_as_without_a_patch():
     recipe = without_blocks(chon())
     side = matmul.quantize_rows(x, Operand.lhs(recipe.fprop, 0))
     assert torch.equal(side.matrix.codes, reference.quantize(x, recipe.fprop.lhs).codes)
-    assert dataclasses.replace(recipe.fprop, hot_channels=None) == get_recipe("nvfp4").fprop
+    assert dataclasses.replace(recipe.fprop, hot_channels=None) == get_recipe("nvfp4", weight_2d=False).fprop

@@ -258,19 +258,31 @@ def test_validate_fit_test_predict_with_one_plugin():
     assert 0.02 < relative_error(predicted, plain) < 0.3
 
 
-@pytest.mark.parametrize("recipe", [RTN, SR], ids=["rtn", "sr"])
-@pytest.mark.parametrize("first", ["nothing", "sanity", "validate"])
+@pytest.mark.parametrize("recipe", [RTN, SR, "chon"], ids=["rtn", "sr", "chon"])
+@pytest.mark.parametrize("first", ["nothing", "sanity", "validate", "predict"])
 def test_evaluation_before_training_changes_nothing(recipe, first):
     """T10: the gradients after a sanity check or a validate() are those without."""
     expected = Regressor()
     trainer(plugin(recipe)).fit(expected)
     model = Regressor()
     runner = trainer(plugin(recipe), num_sanity_val_steps=2 if first == "sanity" else 0)
-    if first == "validate":
-        runner.validate(model, verbose=False)
+    if first in ("validate", "predict"):
+        getattr(runner, first)(model, **({"verbose": False} if first == "validate" else {}))
     runner.fit(model)
     assert model.losses == expected.losses
     assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize("entry", ["validate", "predict"])
+def test_default_recipe_without_training_is_nvfp4_with_1x16_weights(entry, recwarn):
+    """No batch has said which channels are hot, and nothing is picked or warned of."""
+    options = {"verbose": False} if entry == "validate" else {}
+    plain, model = get_recipe("nvfp4", weight_2d=False), Regressor()
+    actual = getattr(trainer(FP4Precision(precision="32-true")), entry)(model, **options)
+    expected = getattr(trainer(plugin(plain)), entry)(Regressor(), **options)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert all(layer.fp4_hot_channels is None for layer in layers_of(model).values())
+    assert not [w for w in recwarn if "hot channels" in str(w.message)]
 
 
 def test_second_fit_goes_on():

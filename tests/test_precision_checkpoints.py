@@ -15,7 +15,8 @@ from tests.helpers import RTN
 from tests.trainer_models import LanguageModel, Regressor, assert_same_weights, layers_of, plugin, trainer, weights
 
 SR = get_recipe("nvfp4")
-RECIPES = pytest.mark.parametrize("recipe", [RTN, SR], ids=["rtn", "sr"])
+DEFAULT = FP4Precision().recipe
+RECIPES = pytest.mark.parametrize("recipe", [RTN, SR, DEFAULT], ids=["rtn", "sr", "default"])
 
 
 class RenamedPrecision(FP4Precision):
@@ -48,8 +49,11 @@ def test_resumed_run_equals_straight_run(recipe, precision, resumed_by, tmp_path
     runner.fit(resumed, ckpt_path=tmp_path / "step=4.ckpt")
     assert resumed.losses == straight.losses[4:]
     assert_same_weights(resumed, straight)
-    draws = 8 if recipe is SR else 0
+    draws = 0 if recipe is RTN else 8
     assert steps(resumed) == steps(straight) == {"net.0": draws, "net.2": draws}
+    for name, layer in layers_of(straight).items():
+        again = layers_of(resumed)[name].fp4_hot_channels
+        assert torch.equal(again, layer.fp4_hot_channels) if recipe is DEFAULT else again is None
 
 
 def test_resume_after_the_compiled_run_without_compile(tmp_path):
@@ -98,18 +102,39 @@ def test_plain_checkpoint_into_fp4(tmp_path):
     model.load_state_dict(torch.load(path, weights_only=True)["state_dict"], strict=True)
 
 
+def test_resume_needs_the_hot_channels(tmp_path):
+    """Chosen anew from the first batch after the checkpoint, they would be others."""
+    straight = Regressor()
+    trainer(plugin(DEFAULT, seed=3), **keep(tmp_path)).fit(straight)
+    path = tmp_path / "step=4.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    assert {name: channels.shape for name, channels in checkpoint["lightning_fp4"]["hot_channels"].items()} == {
+        "net.0": (16,),
+        "net.2": (16,),
+    }
+    del checkpoint["lightning_fp4"]["hot_channels"]
+    torch.save(checkpoint, tmp_path / "without.ckpt")
+    losses = []
+    for name in ("step=4", "without"):
+        model = Regressor(seed=1)
+        trainer(plugin(DEFAULT, seed=3), max_epochs=2).fit(model, ckpt_path=tmp_path / f"{name}.ckpt")
+        losses.append(model.losses)
+    assert losses[0] == straight.losses[4:] != losses[1]
+
+
+@pytest.mark.parametrize("recipe", [SR, DEFAULT], ids=["sr", "default"])
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_evaluation_from_a_checkpoint(entry, tmp_path):
+def test_evaluation_from_a_checkpoint(entry, recipe, tmp_path):
     model = Regressor()
-    runner = trainer(plugin(SR), **keep(tmp_path, epochs=1))
+    runner = trainer(plugin(recipe), **keep(tmp_path, epochs=1))
     runner.fit(model)
     path = tmp_path / "step=4.ckpt"
     options = {} if entry == "predict" else {"verbose": False}
     expected = getattr(runner, entry)(model, **options)
     other = Regressor(seed=1)
-    actual = getattr(trainer(plugin(SR)), entry)(other, ckpt_path=path, **options)
+    actual = getattr(trainer(plugin(recipe)), entry)(other, ckpt_path=path, **options)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    trainer(plugin(SR)).fit(other)  # nothing that inference_mode made is left behind
+    trainer(plugin(recipe)).fit(other)  # nothing that inference_mode made is left behind
 
 
 def test_save_checkpoint_after_fit_holds_the_state(tmp_path):

@@ -68,6 +68,11 @@ def test_recipes(recipe, expected, tmp_path):
     assert fit.model.losses[-1] != fit.model.losses[0]
 
 
+def test_default_recipe(tmp_path):
+    fit = cli(tmp_path, fp4())
+    assert {layer.fp4_recipe for layer in layers_of(fit.model).values()} == {get_recipe("chon")}
+
+
 def test_all_arguments(tmp_path):
     plugin = cli(
         tmp_path,

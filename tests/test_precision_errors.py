@@ -102,7 +102,7 @@ def test_ignored_layer_that_is_fp4_already_is_a_warning():
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", 32])
 def test_precision_flag_beside_the_plugin(precision):
-    with pytest.raises(ValueError, match=r"Received both `precision=.*` and `plugins=.*FP4Precision\('nvfp4', prec"):
+    with pytest.raises(ValueError, match=r"Received both `precision=.*` and `plugins=.*FP4Precision\('chon', prec"):
         trainer(FP4Precision(), precision=precision)
 
 
@@ -167,7 +167,7 @@ def test_fabric_plugin_under_a_trainer():
 def test_pytorch_lightning_trainer():
     """Another copy of the same library: its check comes before any code of ours, and shows the plugin's name."""
     pytorch_lightning = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(Exception, match=r"Found invalid type for plugin FP4Precision\('nvfp4'"):
+    with pytest.raises(Exception, match=r"Found invalid type for plugin FP4Precision\('chon'"):
         pytorch_lightning.Trainer(accelerator="cpu", logger=False, plugins=[FP4Precision()])
 
 

@@ -39,16 +39,18 @@ SR = get_recipe("nvfp4")
 def test_one_line_in_the_log(caplog):
     """T28: how many layers, which not and why, and that FP4 is emulated here; once, not again at the next entry."""
     caplog.set_level(logging.INFO)
-    fp4, model = FP4Precision(), LanguageModel(blocks=3)
+    fp4, model = FP4Precision(), LanguageModel(blocks=6)
     runner = trainer(fp4, max_steps=1, limit_val_batches=0)
     runner.fit(model)
     runner.fit(model)
     lines = [message for message in messages(caplog) if "FP4" in message]
     assert len(lines) == 1
     (line,) = lines
-    assert line.startswith("FP4Precision('nvfp4', precision='bf16-mixed'): converted 18 Linear layers to FP4 (")
-    assert "kept 1 in high precision: model.lm_head (weight tied to model.embed_tokens)" in line
-    assert "model.layers (3 x Block)" in line
+    assert line.startswith("FP4Precision('chon', precision='bf16-mixed'): converted 10 Linear layers to FP4 (")
+    assert "model.lm_head (weight tied to model.embed_tokens)" in line
+    assert "post-QK protection: value projection" in line
+    assert "last 4 of 6 blocks" in line
+    assert "model.layers (6 x Block)" in line
     assert "FP4 is emulated on cpu" in line
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fp4 import get_recipe
+from lightning_fp4 import NVFP4, NVFP4_2D, get_recipe
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import _harness as harness
@@ -129,6 +129,15 @@ def test_a_block_compiles_to_one_graph(variant):
         gradients.append(torch.autograd.grad(loss, list(model.parameters())))
     for (name, _), a, b in zip(model.named_parameters(), *gradients, strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("variant", loss_gap.VARIANTS)
+def test_labels_name_the_weight_blocks(variant):
+    recipe = get_recipe(loss_gap.VARIANTS[variant])
+    if variant == "bf16":
+        assert not recipe.quantizes
+    else:
+        assert recipe.fprop.rhs.format is (NVFP4_2D if variant.endswith("-2d") else NVFP4)
 
 
 def test_increase_and_spread():

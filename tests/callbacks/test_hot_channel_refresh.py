@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_fp4 import FP4Precision, HotChannelRefresh, HotChannelUpdates, RecipeSchedule, get_recipe, matmul
+from lightning_fp4 import FP4Precision, HotChannelRefresh, HotChannelUpdates, RecipeSchedule, fabric, get_recipe, matmul
 from lightning_fp4.callbacks.hot_channel_refresh import choose_channels, overlap
 from lightning_fp4.reference import select_channels
 from tests.helpers import fp4_linear_layer
@@ -140,9 +141,20 @@ def test_without_the_callback_the_plugin_warns_once_and_with_it_never(recwarn):
     assert watch.channels[0][0] is not None
     said = [w for w in recwarn if "will not follow the run" in str(w.message)]
     assert len(said) == 1
+    assert str(said[0].message) == (
+        "FP4Precision('chon', precision='32-true') keeps the hot channels of its first batch; they will not follow the "
+        "run. To choose them anew as it goes on, write `Trainer(callbacks=[lightning_fp4.HotChannelRefresh()])`."
+    )
     recwarn.clear()
     fit(HotChannelRefresh())
     assert not [w for w in recwarn if "will not follow the run" in str(w.message)]
+
+
+def test_the_plugin_warns_when_a_schedule_brings_the_hot_channels():
+    with pytest.warns(UserWarning, match="will not follow the run") as caught:
+        watch, _, _ = fit(callbacks=[RecipeSchedule({0: "high_precision", 3: "initial"})])
+    assert len([w for w in caught if "will not follow the run" in str(w.message)]) == 1
+    assert [channels[0] is not None for channels in watch.channels] == [False] * 3 + [True] * 5
 
 
 def test_no_hot_channels_is_a_warning_and_no_more():
@@ -260,6 +272,22 @@ def _two_ranks(path, with_callback):
     torch.distributed.barrier()
 
 
+def _two_fabric_ranks(path):
+    runner = Fabric(
+        accelerator="cpu", strategy="ddp", devices=2, plugins=[fabric.FP4Precision(CHON, precision="32-true")]
+    )
+    runner.launch()
+    layer = torch.nn.Linear(64, 64)
+    model, optimizer = runner.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    torch.manual_seed(runner.global_rank)
+    runner.backward(model(torch.randn(8, 64)).square().mean())
+    mine = layer.fp4_hot_channels
+    optimizer.step()
+    state = {"mine": mine, "channels": {"0": layer.fp4_hot_channels}, "weights": layer.state_dict()}
+    torch.save(state, f"{path}/fabric-{runner.global_rank}.pt")
+    torch.distributed.barrier()
+
+
 def _worker(rank, path, port):
     import os
 
@@ -275,6 +303,8 @@ def _worker(rank, path, port):
     torch.set_num_threads(1)
     for with_callback in (True, False):
         _two_ranks(path, with_callback)
+    _two_fabric_ranks(path)
+    torch.distributed.destroy_process_group()  # at exit its threads may still run
 
 
 @pytest.mark.slow
@@ -283,9 +313,11 @@ def test_two_processes_choose_alike(tmp_path):
     from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
     torch.multiprocessing.spawn(_worker, (str(tmp_path), find_free_network_port()), nprocs=2)
-    for with_callback in (True, False):
-        first, second = (torch.load(tmp_path / f"{with_callback}-{rank}.pt") for rank in (0, 1))
+    for run in (True, False, "fabric"):
+        first, second = (torch.load(tmp_path / f"{run}-{rank}.pt") for rank in (0, 1))
         for name, channels in first["channels"].items():
             assert torch.equal(channels, second["channels"][name])
         for name, weight in first["weights"].items():
             assert torch.equal(weight, second["weights"][name])
+    assert torch.equal(first["mine"], first["channels"]["0"])
+    assert not torch.equal(second["mine"], first["mine"])

@@ -131,6 +131,13 @@ def test_rules_hold_when_the_recipe_is_set_later():
     assert query.fp4_hot_channels is not None
 
 
+def test_only_this_recipe_leaves_the_weight_blocks_of_its_paper():
+    """1x16 weights lose less in the table of losses; the others are what their names say."""
+    assert get_recipe("chon").fprop.rhs.format is NVFP4
+    assert get_recipe("chon", weight_2d=True).fprop.rhs.format is NVFP4_2D
+    assert {get_recipe(name).fprop.rhs.format for name in ("nvfp4", "averis", "four_over_six")} == {NVFP4_2D}
+
+
 def test_options_become_data():
     recipe = get_recipe(
         {
