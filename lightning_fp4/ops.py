@@ -67,20 +67,19 @@ def gemm_path(
 ) -> Units:
     """Which units multiply two quantised operands on this device; without quantisers, those that suit all formats.
 
-    ``"auto"`` takes FP4 or else FP8 units where they are exact, and BF16 units, which are exact for every format,
-    elsewhere; :func:`blackwell.obstacle` says why it cannot take FP4 units. A CPU computes in float32; it can show what
-    FP8 units would give, from the same E4M3 operands.
+    ``"auto"`` takes FP8 units where they are exact, and BF16 units, which are exact for every format, elsewhere. FP4
+    units have to be asked for: that path has not run on hardware yet. A CPU computes in float32; it can show what FP8
+    units would give, from the same E4M3 operands.
 
     Raises:
         ValueError: if FP4 or FP8 units are asked for and the device has none, or they do not take the formats.
     """
     suits = all(q is not None and q.format.global_scale == "tensor" for q in (lhs, rhs))
-    if wanted in ("auto", "fp4"):
+    if wanted == "fp4":
         obstacle = blackwell.obstacle(device, *(None if q is None else q.format for q in (lhs, rhs)))
-        if obstacle is None and (wanted == "fp4" or is_exact("fp4", lhs, rhs)):
-            return "fp4"
-        if wanted == "fp4":
+        if obstacle is not None:
             raise ValueError(f"`units='fp4'`: {obstacle}. Use units='auto'.")
+        return "fp4"
     if wanted == "fp8":
         if not suits:
             raise ValueError(f"`units='fp8'` needs formats with one scale per tensor, got {lhs} and {rhs}.")

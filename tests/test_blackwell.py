@@ -302,7 +302,7 @@ def test_mxfp4_layer(dtype, stand_in):
 
 def test_a_fit_reports_them(stand_in, caplog):
     caplog.set_level(logging.INFO)
-    fp4, model = FP4Precision(), LanguageModel(blocks=3)
+    fp4, model = FP4Precision({"name": "nvfp4", "units": "fp4"}), LanguageModel(blocks=3)
     trainer(fp4, max_steps=1, limit_val_batches=0).fit(model)
     assert any("cpu has FP4 units; `report()` names the units that multiply" in line for line in messages(caplog))
     assert fp4.report()["gemm_paths"] == {"fprop:fp4": 18, "dgrad:fp4": 18, "wgrad:fp4": 18}
@@ -353,15 +353,16 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("capability", [B200, (10, 3), RTX_5090])
-def test_blackwell_takes_its_fp4_units(capability, gpu):
+def test_blackwell_takes_its_fp4_units_when_asked(capability, gpu):
     cuda = gpu(capability)
     for lhs, rhs in PAIRS:
         for rule in ("rne", "closed"):
             quantizers = (Quantizer(format=lhs, scale_rule=rule), Quantizer(format=rhs, scale_rule=rule))
-            assert ops.gemm_path(cuda, *quantizers) == ops.gemm_path(cuda, *quantizers, "fp4") == "fp4"
+            assert ops.gemm_path(cuda, *quantizers, "fp4") == "fp4"
+            assert ops.gemm_path(cuda, *quantizers) != "fp4"
             assert ops.gemm_path(cuda, *quantizers, "bf16") == "bf16"
     assert ops.gemm_path(cuda, Quantizer(), Quantizer(), "fp8") == "fp8"
-    assert matmul.describe(Gemm(lhs=Quantizer(), rhs=Quantizer()), cuda) == "fp4"
+    assert matmul.describe(Gemm(lhs=Quantizer(), rhs=Quantizer(), units="fp4"), cuda) == "fp4"
 
 
 def test_mxfp4_has_to_be_asked_for(gpu):

@@ -45,7 +45,7 @@ def chon(
     forward_scale: str = "rne",
     units: GemmUnits = "auto",
     first_blocks: int | float = 0,
-    last_blocks: int | float = 4,
+    last_blocks: int | float = 0.15,
 ) -> Recipe:
     """NVFP4 with a patch for the channels that err most, value projections and the last four blocks in high precision.
 
