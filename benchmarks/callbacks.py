@@ -170,8 +170,7 @@ class Setting:
         torch.manual_seed(0)
         with harness.pick_device():
             model = Llama(self.size)
-        # `chon` would keep the last four blocks, here all, in high precision.
-        plugin = FP4Precision(recipe, last_blocks=1)
+        plugin = FP4Precision(recipe)
         data = Batches(vocabulary=self.size.vocabulary, batch=self.batch, length=self.length, steps=steps)
         with tempfile.TemporaryDirectory() as directory:
             trainer = pl.Trainer(

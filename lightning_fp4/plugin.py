@@ -11,11 +11,10 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_fp4 import ops
+from lightning_fp4 import matmul, ops
 from lightning_fp4.convert import ConversionReport, Layers, abbreviate, apply_plan, plan_conversion
 from lightning_fp4.linear import FP4Layer
 from lightning_fp4.naming import matches
-from lightning_fp4.quantizer import Quantizer
 from lightning_fp4.recipes import Recipe, get_recipe
 
 BasePrecision = Literal["bf16-mixed", "bf16-true", "32-true"]
@@ -106,7 +105,7 @@ class FP4Plugin:
                     f"{self!r}: {abbreviate(ignored)} stay FP4 in spite of `ignore_modules`, because they were "
                     "converted before. Call `revert_from_fp4(model)` first."
                 )
-        where = "" if device is None else f". {_how_it_runs(device)}"
+        where = "" if device is None else f". {_how_it_runs(self.recipe, device)}"
         rank_zero_info(f"{self!r}: {report.summary()}{where}")
         for message in report.warnings:
             rank_zero_warn(message)
@@ -258,10 +257,12 @@ class FP4Plugin:
         return super().convert_input(data) if self.precision == "bf16-true" else data  # type: ignore[misc]
 
 
-def _how_it_runs(device: torch.device) -> str:
-    if ops.gemm_path(device, Quantizer(), Quantizer()) == "fp4":
-        return f"{device.type} has FP4 units; `report()` names the units that multiply"
-    return (
-        f"FP4 is emulated on {device.type} ({ops.backend(device)} quantiser): the numerics of FP4, not its speed; "
-        "`report()` names the units that multiply"
-    )
+def _how_it_runs(recipe: Recipe, device: torch.device) -> str:
+    gemms = (recipe.fprop, recipe.dgrad, recipe.wgrad)
+    units = sorted({matmul.describe(gemm, device) for gemm in gemms} - {"high_precision"})
+    if any(name.startswith("fp4") for name in units):
+        return f"GEMMs on {device.type}: {', '.join(units)}"
+    is_fast = device.type == "cuda" and all(name.startswith("fp8") for name in units)
+    worth = "" if is_fast else ": the numerics of FP4, not its speed"
+    gemms_run_as = ", ".join(units) or "high_precision"
+    return f"FP4 is emulated on {device.type} ({ops.backend(device)} quantiser, GEMMs: {gemms_run_as}){worth}"

@@ -534,7 +534,7 @@ def test_everything_kept_is_a_warning():
     with pytest.warns(UserWarning, match=r"all 13 are kept.*last 2 of 2 blocks"):
         convert_to_fp4(TinyModel(), RTN, last_blocks=99)
     with pytest.warns(UserWarning, match=r"last 4 of 4 blocks.*\)\. Give a smaller `first_blocks` or `last_blocks`"):
-        convert_to_fp4(TinyModel(blocks=4))  # the default recipe is made for deeper models
+        convert_to_fp4(TinyModel(blocks=4), last_blocks=4)
 
 
 def test_an_ordinary_conversion_warns_of_nothing():

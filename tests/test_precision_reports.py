@@ -46,10 +46,10 @@ def test_one_line_in_the_log(caplog):
     lines = [message for message in messages(caplog) if "FP4" in message]
     assert len(lines) == 1
     (line,) = lines
-    assert line.startswith("FP4Precision('chon', precision='bf16-mixed'): converted 10 Linear layers to FP4 (")
+    assert line.startswith("FP4Precision('chon', precision='bf16-mixed'): converted 25 Linear layers to FP4 (")
     assert "model.lm_head (weight tied to model.embed_tokens)" in line
     assert "post-QK protection: value projection" in line
-    assert "last 4 of 6 blocks" in line
+    assert "last 1 of 6 blocks" in line
     assert "model.layers (6 x Block)" in line
     assert "FP4 is emulated on cpu" in line
 

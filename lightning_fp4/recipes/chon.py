@@ -47,7 +47,7 @@ def chon(
     first_blocks: int | float = 0,
     last_blocks: int | float = 0.15,
 ) -> Recipe:
-    """NVFP4 with a patch for the channels that err most, value projections and the last four blocks in high precision.
+    """NVFP4 with a patch for the channels that err most, and value projections and the last blocks in high precision.
 
     The plugins' default. Until the first training step no channels are hot, and it computes as ``nvfp4`` does with the
     same options; evaluation and prediction choose none, they use what training or the checkpoint chose.
@@ -75,7 +75,7 @@ def chon(
         forward_scale: scale rule of inputs and weights, see ``nvfp4``.
         units: what multiplies, see ``Gemm``.
         first_blocks: blocks at the start to leave in high precision, a count or a fraction.
-        last_blocks: blocks at the end to leave in high precision, a count or a fraction.
+        last_blocks: blocks at the end to leave in high precision, a count or a fraction (the paper: four).
     """
     hot_channels = HotChannels(
         mode=mode,

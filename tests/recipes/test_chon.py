@@ -153,7 +153,7 @@ def test_options_become_data():
     assert hot == HotChannels(mode="dual", score="product", ratio=0.05, updates=HotChannelUpdates(interval=7))
     assert recipe.fprop.lhs.center is not None
     assert recipe.dgrad.hot_channels is None
-    assert recipe.last_blocks == 4
+    assert recipe.last_blocks == 0.15
     assert hash(recipe) == hash(get_recipe(recipe))
 
 
