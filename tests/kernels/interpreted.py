@@ -24,7 +24,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 @pytest.mark.parametrize("index", range(len(QUANTIZERS)), ids=[str(q) for q in QUANTIZERS])
 def test_quantize(index):
     quantizer = QUANTIZERS[index]
-    check_both(wide((33, 70), DTYPES[index % 3]), quantizer)
+    check_both(wide((33, 62), DTYPES[index % 3]), quantizer)
     block = quantizer.format.block[1]
     check_both(wide((40, 64), DTYPES[(index + 1) % 3]), quantizer, hadamard=block)
 
@@ -39,7 +39,7 @@ def test_decoded_at_once(quantizer, units):
     check_both(wide((20, 48), torch.bfloat16), quantizer, hadamard=16, units=units)
 
 
-@pytest.mark.parametrize("shape", [(0, 0), (0, 16), (16, 0), (1, 1), (1, 33), (17, 16), (129, 65)])
+@pytest.mark.parametrize("shape", [(0, 0), (0, 16), (16, 0), (1, 1), (1, 33), (17, 16), (65, 65)])
 def test_sizes(shape):
     for quantizer in (Quantizer(), Quantizer(format=NVFP4_2D), Quantizer(format=MXFP4, scale_rule="unbiased")):
         check_both(torch.randn(shape), quantizer)
@@ -111,29 +111,28 @@ def test_outer_products():
         assert torch.equal(kernels.add_outer(product, left, right, 37, dtype), expected)
 
 
-@pytest.mark.parametrize("index", range(0, len(QUANTIZERS), 4), ids=[str(q) for q in QUANTIZERS[::4]])
+@pytest.mark.parametrize("index", range(0, len(QUANTIZERS), 5), ids=[str(q) for q in QUANTIZERS[::5]])
 def test_centred(index):
     quantizer = QUANTIZERS[index]
     for shape, dtype in (((33, 70), DTYPES[index % 3]), ((40, 64), DTYPES[(index + 1) % 3])):
         x = (wide(shape, torch.float32) + 3 * torch.randn(shape[1])).to(dtype)
         mean = check_mean(x)
-        for hadamard in (None, quantizer.format.block[1]):
-            check_both(x, quantizer, hadamard=hadamard, mean=mean)
-            check_both(x, quantizer, hadamard=hadamard, units=("fp8", "bf16"), mean=mean)
+        check_both(x, quantizer, mean=mean)
+        check_both(x, quantizer, hadamard=quantizer.format.block[1], units=("fp8", "bf16"), mean=mean)
 
 
 HOT = torch.tensor([0, 1, 15, 16, 17, 31, 32, 40, 41, 42, 43, 44, 45, 46, 60, 61, 62, 63, 69, 5])
 
 
-@pytest.mark.parametrize("index", range(len(QUANTIZERS)), ids=[str(q) for q in QUANTIZERS])
+@pytest.mark.parametrize("index", range(0, len(QUANTIZERS), 2), ids=[str(q) for q in QUANTIZERS[::2]])
 def test_patched(index):
-    quantizer, units = QUANTIZERS[index], ("bf16", "fp8")[index % 2]
+    quantizer, units = QUANTIZERS[index], ("bf16", "fp8")[index // 2 % 2]
     check_patch(wide((33, 70), DTYPES[index % 3]), quantizer, HOT, units)
     x = wide((17, 64), DTYPES[(index + 1) % 3])
     check_patch(x, quantizer, torch.arange(64), units, kernels.token_mean(x))
 
 
-@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (129, 33)])
+@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (65, 33)])
 def test_patched_sizes(shape):
     for quantizer in (Quantizer(), Quantizer(format=NVFP4_2D)):
         for count in {0, 1, shape[1]}:

@@ -10,10 +10,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+QUANTISERS = "test_quantize or decoded or sizes or non_finite or ranges"
+
+
 @pytest.mark.slow
-def test_in_the_interpreter():
+@pytest.mark.timeout(900)  # it computes element by element
+@pytest.mark.parametrize("tests", [f"({QUANTISERS}) and not patched", f"not ({QUANTISERS}) or patched"])
+def test_in_the_interpreter(tests):
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/kernels/interpreted.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", tests]
+    command += ["tests/kernels/interpreted.py"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     environment.pop("PYTEST_ADDOPTS", None)
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
