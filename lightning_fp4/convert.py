@@ -88,7 +88,8 @@ class ConversionReport:
 
     def summary(self) -> str:
         """One line for a log."""
-        text = f"converted {len(self.converted)} Linear layers to FP4 ({self.flops_share:.1%} of Linear FLOPs)"
+        layers = "layer" if len(self.converted) == 1 else "layers"
+        text = f"converted {len(self.converted)} Linear {layers} to FP4 ({self.flops_share:.1%} of Linear FLOPs)"
         if self.kept:
             names = defaultdict(list)
             for choice in self.kept:
@@ -175,20 +176,23 @@ def plan_conversion(
         if tied_to is not None:
             return f"weight tied to {tied_to}"
         position = next(((s, i) for s in stacks if (i := s.index(name)) is not None), None)
-        if position is None:
-            is_head = name.rpartition(".")[2] in _HEAD_NAMES or _shape(module)[0] in vocabulary
-            return "output head" if is_head else None
-        stack, index = position
-        leading, trailing = (block_count(n, stack.length) for n in (recipe.first_blocks, recipe.last_blocks))
-        if index < leading:
-            return f"first {leading} of {stack.length} blocks"
-        if index >= stack.length - trailing:
-            return f"last {trailing} of {stack.length} blocks"
         role = role_of(name)
-        if layers == "mlp" and not role.is_mlp:
-            return "layers='mlp'"
-        if layers == "mlp+attention_output" and not (role.is_mlp or role is Role.ATTENTION_OUTPUT):
-            return "layers='mlp+attention_output'"
+        if position is None:
+            # A width may happen to be the length of a table of positions, so names go before sizes.
+            could_be_head = role in (Role.OTHER, Role.MLP_OTHER, Role.ATTENTION_OTHER)
+            if name.rpartition(".")[2] in _HEAD_NAMES or (could_be_head and _shape(module)[0] in vocabulary):
+                return "output head"
+        else:
+            stack, index = position
+            leading, trailing = (block_count(n, stack.length) for n in (recipe.first_blocks, recipe.last_blocks))
+            if index < leading:
+                return f"first {leading} of {stack.length} blocks"
+            if index >= stack.length - trailing:
+                return f"last {trailing} of {stack.length} blocks"
+            if layers == "mlp" and not role.is_mlp:
+                return "layers='mlp'"
+            if layers == "mlp+attention_output" and not (role.is_mlp or role is Role.ATTENTION_OUTPUT):
+                return "layers='mlp+attention_output'"
         rule = find_rule(name)
         return rule.reason if rule is not None and rule.recipe is None else None
 
@@ -220,7 +224,7 @@ def plan_conversion(
         recipe=recipe.name,
         choices=tuple(choices),
         stacks=tuple(stacks),
-        warnings=tuple(_warnings(model, found, choices, ignore_modules)),
+        warnings=tuple(_warnings(model, recipe, found, choices, ignore_modules)),
     )
     if not any(_obstacle(choice.module) is None for choice in choices):
         skipped = "".join(f" {c.name}: {c.reason}." for c in report.kept[:5])
@@ -428,6 +432,7 @@ def _vocabulary_sizes(model: nn.Module) -> set[int]:
 
 def _warnings(
     model: nn.Module,
+    recipe: Recipe,
     found: list[tuple[str, nn.Module]],
     choices: list[LayerChoice],
     ignore_modules: Collection[str],
@@ -438,8 +443,11 @@ def _warnings(
     if choices and all(choice.reason is not None for choice in choices):
         reasons = sorted({str(choice.reason) for choice in choices})
         kept = f"No Linear layer runs in FP4: all {len(choices)} are kept in high precision ({'; '.join(reasons)})."
-        by_block = any(reason.startswith(("first ", "last ")) for reason in reasons)
-        yield f"{kept} Give a smaller `first_blocks` or `last_blocks` than the recipe's." if by_block else kept
+        if any(reason.startswith(("first ", "last ")) for reason in reasons):
+            kept += " Give a smaller `first_blocks` or `last_blocks` than the recipe's."
+        if any(rule.reason in reasons for rule in recipe.rules):
+            kept += " Take a recipe without these rules: for `chon`, `{'name': 'chon', 'post_qk_protection': False}`."
+        yield kept
     if (
         any(isinstance(m, nn.TransformerEncoderLayer) for m in model.modules())
         and torch.backends.mha.get_fastpath_enabled()

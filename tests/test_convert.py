@@ -166,6 +166,42 @@ def test_a_tied_head_in_fp4_adds_both_gradients():
 # ---- choosing --------------------------------------------------------------------------------------------------------
 
 
+def test_a_single_block_follows_the_rules_and_is_no_head():
+    """One block is no stack; its width may also be the length of the table of positions."""
+    model = TinyModel(blocks=1, width=32, tied=False)
+    model.positions = nn.Embedding(32, 32)
+    assert _kept(model, "nvfp4") == {"lm_head": "output head"}
+    values = {"layers.0.self_attn.v_proj": "post-QK protection: value projection"}
+    assert _kept(model, "chon") == {"lm_head": "output head", **values}
+
+
+def test_a_head_is_told_by_its_size_too():
+    model = nn.Sequential(nn.Embedding(48, 32), nn.Linear(32, 32), nn.Linear(32, 48))
+    assert _kept(model, "chon") == {"2": "output head"}
+
+
+def test_what_helps_when_nothing_is_in_fp4():
+    class OnlyValues(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.ModuleDict({"qkv": nn.Linear(32, 96)})
+
+    model = nn.Sequential(*(OnlyValues() for _ in range(4)))
+    (warning,) = plan_conversion(model).warnings
+    assert warning == (
+        "No Linear layer runs in FP4: all 4 are kept in high precision (last 1 of 4 blocks; post-QK protection: fused "
+        "projection that holds the values). Give a smaller `first_blocks` or `last_blocks` than the recipe's. Take a "
+        "recipe without these rules: for `chon`, `{'name': 'chon', 'post_qk_protection': False}`."
+    )
+    (warning,) = plan_conversion(model, last_blocks=0).warnings
+    assert "last_blocks" not in warning
+    assert not plan_conversion(model, {"name": "chon", "post_qk_protection": False}, last_blocks=0).warnings
+
+
+def test_the_summary_counts_one_layer():
+    assert plan_conversion(nn.Linear(16, 16)).summary() == "converted 1 Linear layer to FP4 (100.0% of Linear FLOPs)"
+
+
 def test_default_keeps_heads_adapters_and_last_blocks():
     model = TinyModel(blocks=4, tied=False)
     kept = _kept(model, get_recipe("nvfp4"))
