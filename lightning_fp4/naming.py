@@ -50,15 +50,18 @@ class Role(str, Enum):
 
 
 _LEAVES = {
-    Role.QUERY: {"q_proj", "query", "q", "wq", "to_q", "q_a_proj", "q_b_proj", "query_proj"},
-    Role.KEY: {"k_proj", "key", "k", "wk", "to_k", "key_proj"},
-    Role.VALUE: {"v_proj", "value", "v", "wv", "to_v", "value_proj"},
-    Role.QKV: {"qkv_proj", "qkv", "wqkv", "c_attn", "query_key_value", "in_proj_qkv", "to_qkv", "kv_proj"},
+    Role.QUERY: {"q_proj", "query", "q", "wq", "to_q", "q_a_proj", "q_b_proj", "query_proj", "q_lin"},
+    Role.KEY: {"k_proj", "key", "k", "wk", "to_k", "key_proj", "k_lin"},
+    Role.VALUE: {"v_proj", "value", "v", "wv", "to_v", "value_proj", "v_lin"},
+    Role.QKV: {
+        *("qkv_proj", "qkv", "wqkv", "c_attn", "query_key_value", "in_proj_qkv", "to_qkv", "w_pack"),
+        *("kv_proj", "kv", "to_kv", "wkv", "kv_b_proj"),
+    },
     Role.GATE: {"gate_proj", "w1"},
     Role.UP: {"up_proj", "w3", "fc1", "c_fc", "dense_h_to_4h", "wi", "wi_1", "linear1", "fc_in"},
     Role.GATE_UP: {"gate_up_proj"},
     Role.DOWN: {"down_proj", "w2", "fc2", "dense_4h_to_h", "linear2", "fc_out"},
-    Role.ATTENTION_OUTPUT: {"o_proj", "to_out"},
+    Role.ATTENTION_OUTPUT: {"o_proj", "to_out", "out_lin"},
     Role.GATE_KEY: {"gk_proj"},
 }
 _ROLE_OF_LEAF = {leaf: role for role, leaves in _LEAVES.items() for leaf in leaves}

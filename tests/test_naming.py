@@ -51,6 +51,11 @@ def test_matches(name, prefix, expected):
         ("transformer.h.0.mlp.c_fc", Role.UP),
         ("transformer.h.0.mlp.c_proj", Role.DOWN),
         ("gpt_neox.layers.0.attention.query_key_value", Role.QKV),
+        ("model.layers.3.self_attn.kv_b_proj", Role.QKV),  # DeepSeek: keys and values from the latent
+        ("model.layers.3.self_attn.W_pack", Role.QKV),
+        ("block1.0.attn.kv", Role.QKV),
+        ("distilbert.transformer.layer.0.attention.v_lin", Role.VALUE),
+        ("distilbert.transformer.layer.0.attention.out_lin", Role.ATTENTION_OUTPUT),
         ("gpt_neox.layers.0.attention.dense", Role.ATTENTION_OUTPUT),
         ("gpt_neox.layers.0.mlp.dense_h_to_4h", Role.UP),
         ("gpt_neox.layers.0.mlp.dense_4h_to_h", Role.DOWN),
