@@ -1,5 +1,6 @@
 """FP4 training of large language models with PyTorch Lightning."""
 
+from lightning_fp4 import diagnostics, fabric, metrics, schedules
 from lightning_fp4.callbacks import (
     AdaptiveGradientClipping,
     AverisToggle,
@@ -56,4 +57,8 @@ __all__ = [
     "MXFP4",
     "FP4Tensor",
     "FP4Linear",
+    "fabric",
+    "metrics",
+    "diagnostics",
+    "schedules",
 ]

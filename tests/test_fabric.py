@@ -3,6 +3,8 @@
 import copy
 import inspect
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -211,6 +213,13 @@ def test_default_recipe_warns_once_that_its_hot_channels_stay(recwarn):
     (said,) = (str(w.message) for w in recwarn if "hot channels" in str(w.message))
     assert "FP4Precision('chon', precision='32-true') keeps the hot channels of its first batch" in said
     assert "`choose_channels` of `lightning_fp4.callbacks.hot_channel_refresh`" in said
+
+
+def test_importing_the_package_is_enough():
+    """The README's ``lightning_fp4.fabric.FP4Precision`` after ``import lightning_fp4``, in a fresh process."""
+    code = "import lightning_fp4 as f; print(f.fabric.FP4Precision(), f.schedules, f.metrics, f.diagnostics)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("lightning_fp4.fabric.FP4Precision('chon'"), done.stderr
 
 
 def test_hot_channels_chosen_anew_without_a_trainer():
