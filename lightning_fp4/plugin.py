@@ -260,9 +260,10 @@ class FP4Plugin:
 def _how_it_runs(recipe: Recipe, device: torch.device) -> str:
     gemms = (recipe.fprop, recipe.dgrad, recipe.wgrad)
     units = sorted({matmul.describe(gemm, device) for gemm in gemms} - {"high_precision"})
+    if not units:
+        return "The recipe has no FP4 GEMM: until a schedule changes it, all of them run in the base precision"
     if any(name.startswith("fp4") for name in units):
         return f"GEMMs on {device.type}: {', '.join(units)}"
     is_fast = device.type == "cuda" and all(name.startswith("fp8") for name in units)
     worth = "" if is_fast else ": the numerics of FP4, not its speed"
-    gemms_run_as = ", ".join(units) or "high_precision"
-    return f"FP4 is emulated on {device.type} ({ops.backend(device)} quantiser, GEMMs: {gemms_run_as}){worth}"
+    return f"FP4 is emulated on {device.type} ({ops.backend(device)} quantiser, GEMMs: {', '.join(units)}){worth}"

@@ -54,6 +54,14 @@ def test_one_line_in_the_log(caplog):
     assert "FP4 is emulated on cpu" in line
 
 
+def test_a_recipe_without_fp4_says_so(caplog):
+    caplog.set_level(logging.INFO)
+    trainer(FP4Precision("high_precision", precision="32-true"), max_steps=1).fit(Regressor())
+    (line,) = (message for message in messages(caplog) if "converted" in message)
+    assert "The recipe has no FP4 GEMM" in line
+    assert "emulated" not in line
+
+
 def test_report_before_during_and_after():
     fp4, model = FP4Precision(RTN, precision="32-true", ignore_modules=["net.2"]), Regressor()
     with pytest.raises(RuntimeError, match="has not converted a model yet"):

@@ -183,21 +183,21 @@ class HotChannelRefresh(Callback):
 
         raised = self._adapt_ratio(layers, policy, reduce)
         kept = choose_channels(layers, scores, ratio=self._ratio, reduce=reduce)
+        again = self._refreshed & set(kept)  # the first refresh sees the batch that the layers themselves chose from
         if policy.freeze_overlap is not None:
-            again = {name for name in kept if name in self._refreshed}
             self._frozen |= {name for name in again if kept[name] >= policy.freeze_overlap}
         self._refreshed |= set(kept)
         interval = policy.interval if self._interval is None else self._interval
         self._next_step = self._started + max(1, round(interval))
         self._interval = min(interval * policy.growth, float(policy.max_interval or float("inf")))
         if self.verbose:
-            share = sum(kept.values()) / max(1, len(kept))
+            share = f", {sum(kept[name] for name in again) / len(again):.0%} as before" if again else ""
             channels = sum(c.numel() for name in kept if (c := self._layers[name].fp4_hot_channels) is not None)
             frozen = f", {len(self._frozen)} layers frozen" if self._frozen else ""
             ratio = f", ratio raised to {self._ratio:.3f}" if raised else ""
             rank_zero_info(
-                f"HotChannelRefresh: optimizer step {self._started}: {channels} hot channels in {len(kept)} layers, "
-                f"{share:.0%} as before{frozen}{ratio}; next at step {self._next_step}."
+                f"HotChannelRefresh: optimizer step {self._started}: {channels} hot channels in {len(kept)} layers"
+                f"{share}{frozen}{ratio}; next at step {self._next_step}."
             )
         self._started = None
 

@@ -88,7 +88,7 @@ def chon(
             freeze_step=freeze_step,
             freeze_overlap=freeze_overlap,
             variance_threshold=variance_threshold,
-            ratio_max=max(ratio_max, channels_ratio),
+            ratio_max=max(ratio_max, min(channels_ratio, 1.0)),  # a ratio out of range is named as such below
         ),
     )
 

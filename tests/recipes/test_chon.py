@@ -175,6 +175,7 @@ def test_a_gemm_in_high_precision_by_name():
         (lambda: HotChannels(operands="x"), "operands='x'"),
         (lambda: HotChannels(score="x"), "score='x'"),
         (lambda: HotChannels(ratio=9), "between 0 and 1"),
+        (lambda: get_recipe("chon", channels_ratio=9), r"`HotChannels\(ratio=9\)`"),
         (lambda: HotChannelUpdates(interval=0), "interval=0"),
         (lambda: HotChannelUpdates(growth=0.5), "growth=0.5"),
         (lambda: HotChannelUpdates(freeze_overlap=2), "freeze_overlap=2"),
