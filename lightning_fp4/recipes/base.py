@@ -115,9 +115,10 @@ class Gemm:
         rhs: quantiser of the right operand, ``None`` to leave it in high precision.
         hadamard: group length of the random Hadamard transform that both operands go through along the contraction
             axis before they are quantised; ``None`` for no transform.
-        units: what multiplies: ``"auto"`` for the fastest units that are exact, ``"bf16"`` for BF16 units, which always
-            are, ``"fp8"`` for FP8 units, which round operands once more unless their scale rules are closed, or
-            ``"fp4"`` for Blackwell's FP4 units, which round the sums of MXFP4 operands once more.
+        units: what multiplies: ``"auto"`` for FP8 units where they are exact and BF16 units elsewhere, ``"bf16"`` for
+            BF16 units, which always are exact, ``"fp8"`` for FP8 units, which round operands once more unless their
+            scale rules are closed, or ``"fp4"`` for Blackwell's FP4 units, which round the sums of MXFP4 operands once
+            more.
         hot_channels: patch some channels of the contraction axis; ``None`` for none.
 
     Raises:
