@@ -220,9 +220,10 @@ class FP4Plugin:
         for name, layer in layers.items():
             if name in state["steps"]:
                 layer.fp4_rng_state[1] = state["steps"][name]
-            channels = state.get("hot_channels", {}).get(name)
-            if channels is not None:
-                layer.fp4_hot_channels = channels.to(layer.fp4_rng_state.device)
+                channels = state.get("hot_channels", {}).get(name)
+                layer.fp4_hot_channels = None if channels is None else channels.to(layer.fp4_rng_state.device)
+        # As before the first step, which `Tuner.lr_find` goes back to: the next one chooses, and the ranks agree on it.
+        self._shared_hot_channels &= "hot_channels" in state
         missing = [name for name in layers if name not in state["steps"]]
         if missing:
             rank_zero_info(

@@ -246,6 +246,18 @@ def test_learning_rate_finder_restores_weights_and_random_state():
     assert steps(model) == {"net.0": 0, "net.2": 0}
 
 
+def test_going_back_to_before_the_first_step_forgets_the_hot_channels():
+    """The learning rate finder ends there. The run that follows chooses its own, and rank 0's go to all ranks again."""
+    fp4, model = plugin("chon"), Regressor()
+    runner = trainer(fp4)
+    Tuner(runner).lr_find(model, num_training=5, update_attr=False)
+    assert all(layer.fp4_hot_channels is None for layer in layers_of(model).values())
+    assert not fp4._shared_hot_channels
+    trainer(fp4, max_steps=1).fit(model)
+    assert all(layer.fp4_hot_channels is not None for layer in layers_of(model).values())
+    assert fp4._shared_hot_channels
+
+
 def test_tied_weights_resume(tmp_path):
     straight, resumed = LanguageModel(), LanguageModel()
     trainer(plugin(), **keep(tmp_path)).fit(straight)
