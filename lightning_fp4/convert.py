@@ -287,8 +287,11 @@ def convert_to_fp4(
         last_blocks=last_blocks,
         lora_adapters=lora_adapters,
     )
+    already = len(fp4_layers(model))
     apply_plan(report, get_recipe(recipe), seed)
     if _rank() == 0:
+        if already:
+            log.info("%s: %d layers were FP4 already and keep their recipe.", report.recipe, already)
         log.info("%s: %s", report.recipe, report.summary())
         for message in report.warnings:
             warnings.warn(message, stacklevel=2)

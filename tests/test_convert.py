@@ -198,6 +198,14 @@ def test_what_helps_when_nothing_is_in_fp4():
     assert not plan_conversion(model, {"name": "chon", "post_qk_protection": False}, last_blocks=0).warnings
 
 
+def test_layers_that_are_fp4_already_are_named(caplog):
+    caplog.set_level(logging.INFO, "lightning_fp4")
+    model = convert_to_fp4(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), "nvfp4")
+    assert "already" not in caplog.text
+    convert_to_fp4(model, "mxfp4")
+    assert "mxfp4: 2 layers were FP4 already and keep their recipe." in caplog.text
+
+
 def test_the_summary_counts_one_layer():
     assert plan_conversion(nn.Linear(16, 16)).summary() == "converted 1 Linear layer to FP4 (100.0% of Linear FLOPs)"
 
