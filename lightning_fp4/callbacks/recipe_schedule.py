@@ -57,6 +57,9 @@ class RecipeSchedule(Callback):
 
     Before the first entry, the layers keep the recipe that they were converted with.
 
+    Several schedules compose: each changes what the ones before it in ``Trainer(callbacks=...)`` say, which is what it
+    calls ``"initial"``. So a warm-up in high precision goes with an ``AverisToggle``, in either order.
+
     Args:
         schedule: when (key) which recipe (value) begins. A key is a whole number of optimizer steps or epochs, or a
             fraction below 1 of the run; with ``monitor``, the value that the metric has to reach. A value is a recipe
@@ -124,14 +127,17 @@ class RecipeSchedule(Callback):
             rank_zero_warn(
                 f"{type(self).__name__} found no FP4 layers, so it does nothing. Add the `FP4Precision` plugin."
             )
-        # A second fit of the same model begins where the first one did; recipes that others set count as initial.
-        self._initial = {
-            name: self._initial[name] if layer.fp4_recipe == self._applied.get(name) else layer.fp4_recipe
-            for name, layer in layers.items()
-        }
-        if self._applied:
-            self._apply(pl_module, "initial")
-        self._current = None
+        first, *_ = schedules = _schedules(trainer)
+        if self is first:
+            # A second fit of the same model begins where the first one did; recipes that others set count as initial.
+            self._initial = {
+                name: self._initial[name] if layer.fp4_recipe == self._applied.get(name) else layer.fp4_recipe
+                for name, layer in layers.items()
+            }
+            for schedule in schedules:
+                schedule._current = None
+            self._apply(trainer, pl_module)
+        self._initial = first._initial
         self._update(trainer, pl_module)
 
     @override
@@ -152,7 +158,7 @@ class RecipeSchedule(Callback):
             return
         self._current = entry
         value = self.schedule[entry]
-        self._apply(pl_module, value)
+        self._apply(trainer, pl_module)
         if self.verbose:
             rank_zero_info(
                 f"{type(self).__name__}: from optimizer step {trainer.global_step} on, {len(self._initial)} FP4 layers "
@@ -186,14 +192,22 @@ class RecipeSchedule(Callback):
             )
         return math.ceil(key * total - 1e-9) if key > 0 else 0
 
-    def _apply(self, pl_module: pl.LightningModule, value: Any) -> None:
+    def _apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What all schedules of the run say now: each changes what the ones before it make of the initial recipes."""
+        first, *_ = schedules = _schedules(trainer)
         layers = fp4_layers(pl_module)
-        if isinstance(value, Recipe) or _is_recipe(value):
-            set_recipe(pl_module, value)
-        else:
-            for name, initial in self._initial.items():
-                layers[name].fp4_recipe = _resolve(value, initial)
-        self._applied = {name: layer.fp4_recipe for name, layer in layers.items()}
+        for name, initial in self._initial.items():
+            layers[name].fp4_recipe = initial
+        for schedule in schedules:
+            if schedule._current is None:
+                continue
+            value = schedule.schedule[schedule._current]
+            if isinstance(value, Recipe) or _is_recipe(value):
+                set_recipe(pl_module, value)
+            else:
+                for name in self._initial:
+                    layers[name].fp4_recipe = _resolve(value, layers[name].fp4_recipe)
+        first._applied = {name: layer.fp4_recipe for name, layer in layers.items()}
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -204,6 +218,12 @@ class RecipeSchedule(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what a metric had reached."""
         self._reached = state_dict.get("reached")
+
+
+def _schedules(trainer: pl.Trainer) -> list[RecipeSchedule]:
+    """All schedules of the run, in the order in which their hooks are called."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, RecipeSchedule)]
 
 
 def _number(key: Any, name: str) -> int | float:

@@ -201,3 +201,17 @@ def test_entries():
     both = change_recipe(get_recipe("nvfp4"), {"averis": True, "high_precision": ["wgrad"]})
     assert both.wgrad is None
     assert both.fprop.lhs.center == Centering()
+
+
+@pytest.mark.parametrize("toggle_first", [False, True])
+def test_schedules_compose_in_either_order(toggle_first):
+    """The toggle must not bring back the warm-up in high precision, nor the finish take back the toggle."""
+    schedule, toggle = (
+        RecipeSchedule({0: "high_precision", 2: "initial", 6: FORWARD}),
+        AverisToggle({0: False, 4: True}),
+    )
+    first, second = (toggle, schedule) if toggle_first else (schedule, toggle)
+    watch, model, _ = fit(first, callbacks=[second], max_epochs=2)
+    assert kinds(watch) == "- - q q cq cq cf cf"
+    again, _, _ = fit(first, model=model, callbacks=[second], max_epochs=2)
+    assert kinds(again) == "- - q q cq cq cf cf"
