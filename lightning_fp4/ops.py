@@ -368,10 +368,10 @@ _PLAIN = (Tensor, Parameter)
 def is_eager(args: tuple) -> bool:
     """Whether operators on these arguments run at once and nobody watches them go by.
 
-    Compilers, modes (of tools that count operations, of tracers, of selective checkpointing), function transforms,
-    tensor subclasses and meta tensors act on operators.
+    Compilers, tracers, modes (of tools that count operations, of selective checkpointing), function transforms, tensor
+    subclasses and meta tensors act on operators.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     # There are no public ways to ask for these three.
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
