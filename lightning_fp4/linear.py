@@ -383,7 +383,10 @@ class FP4Layer(nn.Module):
         channels = None
         if recipe.fprop is not None and recipe.fprop.hot_channels is not None:
             channels = self._fp4_channels(input, weight, recipe.fprop, recipe.fprop.hot_channels)
-        forms = None if self.fp4_weight_forms is None else self.fp4_weight_forms.of(stored)
+        forms = None
+        # A compiler would share nothing, but compile all again when the attribute comes and goes.
+        if not torch.compiler.is_compiling() and self.fp4_weight_forms is not None:
+            forms = self.fp4_weight_forms.of(stored)
         return fp4_linear(input, weight, bias, recipe, self.fp4_rng_state, channels, forms)
 
     def _fp4_channels(self, input: Tensor, weight: Tensor, gemm: Gemm, hot: HotChannels) -> Tensor | None:

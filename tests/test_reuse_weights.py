@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
@@ -176,6 +177,17 @@ def test_copies_keep_no_weights():
         twin.bias.data.neg_()
         assert same_bits(twin(x), -before)
         assert twin.fp4_weight_forms is None
+
+
+def test_compiled_layers_are_compiled_once():
+    """However often the plugin gives and takes what they have no use for."""
+    layer, counter = _layer(), CompileCounter()
+    compiled = torch.compile(layer, backend=counter)
+    x = torch.randn(16, 64)
+    for forms in (None, WeightForms(), None, WeightForms()):
+        layer.fp4_weight_forms = forms
+        compiled(x)
+    assert counter.frame_count == 1
 
 
 def test_a_parametrized_weight_is_computed_once():
