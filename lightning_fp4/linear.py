@@ -371,9 +371,12 @@ class FP4Layer(nn.Module):
         # Read once by the caller: a parametrization computes the weight each time that it is read.
         weight = stored.T if transposed else stored
         recipe, device = self.fp4_recipe, input.device
-        if self.fp4_rng_state.device != device:
+        rng_state = self.fp4_rng_state
+        if rng_state.device != device:
             with torch.inference_mode(False):
-                self.fp4_rng_state = self.fp4_rng_state.to(device)
+                rng_state = rng_state.to(device)
+            if ops.is_lasting(input):
+                self.fp4_rng_state = rng_state
         if torch.is_grad_enabled():
             # A new dict: a compiler that saw the old one read or grow would compile all again once it is filled.
             needed = {"fprop": True, "dgrad": input.requires_grad, "wgrad": weight.requires_grad}
@@ -387,13 +390,13 @@ class FP4Layer(nn.Module):
         # A compiler would share nothing, but compile all again when the attribute comes and goes.
         if not torch.compiler.is_compiling() and self.fp4_weight_forms is not None:
             forms = self.fp4_weight_forms.of(stored)
-        return fp4_linear(input, weight, bias, recipe, self.fp4_rng_state, channels, forms)
+        return fp4_linear(input, weight, bias, recipe, rng_state, channels, forms)
 
     def _fp4_channels(self, input: Tensor, weight: Tensor, gemm: Gemm, hot: HotChannels) -> Tensor | None:
         """The hot channels on the input's device; picked and scored on the way where that is due."""
         # Also without gradients: a checkpointed forward and its recomputation have to agree.
         wanted = self.fp4_hot_channels is None or self.fp4_channel_scores is not None
-        if self.training and wanted and input.numel() > 0:
+        if self.training and wanted and input.numel() > 0 and ops.is_lasting(input, weight):
             with torch.no_grad():
                 scores = matmul.channel_scores(_rows_of(input, weight), weight, gemm)
                 if self.fp4_channel_scores is not None:
@@ -402,7 +405,9 @@ class FP4Layer(nn.Module):
                     self.fp4_hot_channels = ops.select_channels(scores, hot.count(weight.shape[1]))
         channels = self.fp4_hot_channels
         if channels is not None and channels.device != input.device:
-            channels = self.fp4_hot_channels = channels.to(input.device)
+            channels = channels.to(input.device)
+            if ops.is_lasting(input):
+                self.fp4_hot_channels = channels
         return channels
 
     def extra_repr(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Optional
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.nn import Parameter
 
 from lightning_fp4 import blackwell, reference
@@ -379,6 +380,17 @@ def is_eager(args: tuple) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return all(not isinstance(x, Tensor) or (type(x) in _PLAIN and not x.is_meta) for x in args)
+
+
+def is_lasting(*tensors: Tensor) -> bool:
+    """Whether what is computed from these may outlive the call: not if they belong to a function transform or are
+    fake or meta tensors, which have no values. Compiled code that Dynamo made computes from others than it saw.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None or detect_fake_mode(tensors) is not None:
+        return False
+    return not any(x.is_meta for x in tensors)
 
 
 def _is_unobserved(args: tuple) -> bool:
