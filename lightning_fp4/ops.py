@@ -210,19 +210,6 @@ def quantize_both(
     return by_rows, _assemble(parts[3:], columns, units[1], x.shape[1], x.shape[0])
 
 
-def transpose(x: FP4Tensor) -> FP4Tensor:
-    """The transpose of a tensor with square blocks, from its codes."""
-    codes, scales = _transpose(x.codes, x.scales, x.format.name, *x.shape)
-    return FP4Tensor(
-        codes=codes,
-        scales=scales,
-        amax=x.amax,
-        encoded_max=x.encoded_max,
-        format=x.format,
-        shape=(x.shape[1], x.shape[0]),
-    )
-
-
 def dequantize(x: FP4Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Decode to ``[rows, columns]`` in ``dtype``."""
     return _dequantize(x.codes, x.scales, x.amax, x.format.name, x.encoded_max, *x.shape, dtype)
@@ -712,18 +699,6 @@ def _(  # type: ignore[no-untyped-def]
     length = (tokens + hadamard - 1) // hadamard * hadamard if hadamard else tokens
     by_rows = _fake_parts(x, _parse(rows), row_units, tokens, features, _patch(channels, parts))
     return (*by_rows, *_fake_parts(x, _parse(columns), column_units, features, length))
-
-
-@_operator("transpose")
-def _transpose(codes: Tensor, scales: Tensor, format: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    quantized = reference.transpose(_rebuild(codes, scales, None, format, 1.0, rows, columns))
-    return quantized.codes, quantized.scales
-
-
-@_transpose.register_fake
-def _(codes, scales, format, rows, columns):  # type: ignore[no-untyped-def]
-    codes_shape, scales_shape, _ = _storage(FORMATS[format], columns, rows)
-    return codes.new_empty(codes_shape), scales.new_empty(scales_shape)
 
 
 @_operator("dequantize")
