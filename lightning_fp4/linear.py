@@ -8,10 +8,11 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -68,7 +69,8 @@ def fp4_linear(
     """
     flat = _rows_of(input, weight)
     arguments = (flat, weight, bias, recipe, rng_state, hot_channels, sharing.forms_of(input, rng_state), weight_forms)
-    if torch.is_grad_enabled():
+    # Forward-mode differentiation takes no heed of `no_grad`; the function refuses it.
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         out = _FP4Linear.apply(*arguments)
     else:
         out, _ = _forward(*arguments, grad_input=False, grad_weight=False)
@@ -365,11 +367,16 @@ class FP4Layer(nn.Module):
     fp4_channel_scores: Tensor | None = None
     fp4_weight_forms: WeightForms | None = None
 
-    def _fp4_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _fp4_forward(self, input: Tensor, stored: Tensor, bias: Tensor | None, *, transposed: bool = False) -> Tensor:
+        # Read once by the caller: a parametrization computes the weight each time that it is read.
+        weight = stored.T if transposed else stored
         recipe, device = self.fp4_recipe, input.device
-        if self.fp4_rng_state.device != device:
+        rng_state = self.fp4_rng_state
+        if rng_state.device != device:
             with torch.inference_mode(False):
-                self.fp4_rng_state = self.fp4_rng_state.to(device)
+                rng_state = rng_state.to(device)
+            if ops.is_lasting(input):
+                self.fp4_rng_state = rng_state
         if torch.is_grad_enabled():
             # A new dict: a compiler that saw the old one read or grow would compile all again once it is filled.
             needed = {"fprop": True, "dgrad": input.requires_grad, "wgrad": weight.requires_grad}
@@ -379,14 +386,17 @@ class FP4Layer(nn.Module):
         channels = None
         if recipe.fprop is not None and recipe.fprop.hot_channels is not None:
             channels = self._fp4_channels(input, weight, recipe.fprop, recipe.fprop.hot_channels)
-        forms = None if self.fp4_weight_forms is None else self.fp4_weight_forms.of(cast(Tensor, self.weight))
-        return fp4_linear(input, weight, bias, recipe, self.fp4_rng_state, channels, forms)
+        forms = None
+        # A compiler would share nothing, but compile all again when the attribute comes and goes.
+        if not torch.compiler.is_compiling() and self.fp4_weight_forms is not None:
+            forms = self.fp4_weight_forms.of(stored)
+        return fp4_linear(input, weight, bias, recipe, rng_state, channels, forms)
 
     def _fp4_channels(self, input: Tensor, weight: Tensor, gemm: Gemm, hot: HotChannels) -> Tensor | None:
         """The hot channels on the input's device; picked and scored on the way where that is due."""
         # Also without gradients: a checkpointed forward and its recomputation have to agree.
         wanted = self.fp4_hot_channels is None or self.fp4_channel_scores is not None
-        if self.training and wanted and input.numel() > 0:
+        if self.training and wanted and input.numel() > 0 and ops.is_lasting(input, weight):
             with torch.no_grad():
                 scores = matmul.channel_scores(_rows_of(input, weight), weight, gemm)
                 if self.fp4_channel_scores is not None:
@@ -395,7 +405,9 @@ class FP4Layer(nn.Module):
                     self.fp4_hot_channels = ops.select_channels(scores, hot.count(weight.shape[1]))
         channels = self.fp4_hot_channels
         if channels is not None and channels.device != input.device:
-            channels = self.fp4_hot_channels = channels.to(input.device)
+            channels = channels.to(input.device)
+            if ops.is_lasting(input):
+                self.fp4_hot_channels = channels
         return channels
 
     def extra_repr(self) -> str:
@@ -428,7 +440,7 @@ class _FP4Conv1D(FP4Layer):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` is ``[..., in_features]``."""
-        return self._fp4_forward(input, self.weight.T, self.bias)
+        return self._fp4_forward(input, self.weight, self.bias, transposed=True)
 
 
 def is_conv1d(module_class: type) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Optional
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.nn import Parameter
 
 from lightning_fp4 import blackwell, reference
@@ -209,19 +210,6 @@ def quantize_both(
     return by_rows, _assemble(parts[3:], columns, units[1], x.shape[1], x.shape[0])
 
 
-def transpose(x: FP4Tensor) -> FP4Tensor:
-    """The transpose of a tensor with square blocks, from its codes."""
-    codes, scales = _transpose(x.codes, x.scales, x.format.name, *x.shape)
-    return FP4Tensor(
-        codes=codes,
-        scales=scales,
-        amax=x.amax,
-        encoded_max=x.encoded_max,
-        format=x.format,
-        shape=(x.shape[1], x.shape[0]),
-    )
-
-
 def dequantize(x: FP4Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Decode to ``[rows, columns]`` in ``dtype``."""
     return _dequantize(x.codes, x.scales, x.amax, x.format.name, x.encoded_max, *x.shape, dtype)
@@ -368,10 +356,10 @@ _PLAIN = (Tensor, Parameter)
 def is_eager(args: tuple) -> bool:
     """Whether operators on these arguments run at once and nobody watches them go by.
 
-    Compilers, modes (of tools that count operations, of tracers, of selective checkpointing), function transforms,
-    tensor subclasses and meta tensors act on operators.
+    Compilers, tracers, modes (of tools that count operations, of selective checkpointing), function transforms, tensor
+    subclasses and meta tensors act on operators.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     # There are no public ways to ask for these three.
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
@@ -379,6 +367,17 @@ def is_eager(args: tuple) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return all(not isinstance(x, Tensor) or (type(x) in _PLAIN and not x.is_meta) for x in args)
+
+
+def is_lasting(*tensors: Tensor) -> bool:
+    """Whether what is computed from these may outlive the call: not if they belong to a function transform or are
+    fake or meta tensors, which have no values. Compiled code that Dynamo made computes from others than it saw.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None or detect_fake_mode(tensors) is not None:
+        return False
+    return not any(x.is_meta for x in tensors)
 
 
 def _is_unobserved(args: tuple) -> bool:
@@ -700,18 +699,6 @@ def _(  # type: ignore[no-untyped-def]
     length = (tokens + hadamard - 1) // hadamard * hadamard if hadamard else tokens
     by_rows = _fake_parts(x, _parse(rows), row_units, tokens, features, _patch(channels, parts))
     return (*by_rows, *_fake_parts(x, _parse(columns), column_units, features, length))
-
-
-@_operator("transpose")
-def _transpose(codes: Tensor, scales: Tensor, format: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    quantized = reference.transpose(_rebuild(codes, scales, None, format, 1.0, rows, columns))
-    return quantized.codes, quantized.scales
-
-
-@_transpose.register_fake
-def _(codes, scales, format, rows, columns):  # type: ignore[no-untyped-def]
-    codes_shape, scales_shape, _ = _storage(FORMATS[format], columns, rows)
-    return codes.new_empty(codes_shape), scales.new_empty(scales_shape)
 
 
 @_operator("dequantize")

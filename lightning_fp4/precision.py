@@ -50,8 +50,9 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
         eval_precision: whether validation, test and prediction run in ``"fp4"`` too or in the ``"base"`` precision.
         reuse_weights: keep the quantised weights from one optimizer step to the next, for accumulated batches and
             recomputed forwards. Costs up to 1.6 bytes (2.6 with BF16 units) for each weight, of whole layers also under
-            FSDP, and assumes that between two steps no callback writes to weights by ``weight.data``, which PyTorch
-            does not count. Has no effect in manual optimization and in compiled modules.
+            FSDP, and assumes that between two steps nothing writes to weights by ``weight.data``, which PyTorch does
+            not count: no callback, and no optimizer before it has evaluated the loss. Has no effect in manual
+            optimization and in compiled modules.
 
     Raises:
         ValueError: for an unknown recipe, recipe option, base precision or ``eval_precision``.

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_fp4 import ops
 
@@ -75,14 +76,14 @@ def forms_of(source: Tensor, user: object) -> SharedForms | None:
     """Where the forms of a layer's input are shared; ``None`` where nothing may be.
 
     Nothing is shared under compilers and other observers (see :func:`ops.is_eager`), where a repeated operator is
-    theirs to remove; in inference mode, whose tensors do not count their versions; and while a CUDA graph is captured,
-    which must not refer to results from before.
+    theirs to remove; in inference mode, whose tensors do not count their versions; while a CUDA graph is captured,
+    which must not refer to results from before; and of parameters, which fused optimizers write to without counting.
 
     Args:
         source: the input, as the layer was given it.
         user: stands for the layer; the same object in each of its forward passes.
     """
-    if not _may_keep(source):
+    if isinstance(source, Parameter) or not _may_keep(source):
         return None
     state = _state_of(source)
     forms = _latest.forms
@@ -96,7 +97,8 @@ class WeightForms:
     """A layer's quantised weight, kept from one forward pass to the next.
 
     Whoever gives this to a layer (``layer.fp4_weight_forms``) takes it away before the weight changes. Changes that
-    PyTorch counts, other memory and other recipes are noticed without that. Copies and pickles are empty.
+    PyTorch counts, other memory and other recipes are noticed without that. Nobody promises anything for a copy of the
+    layer, so copies and pickles of this are ``None``.
     """
 
     def __init__(self) -> None:
@@ -107,12 +109,13 @@ class WeightForms:
         if not _may_keep(weight):
             return None
         state = _state_of(weight)
-        if self._forms is None or not self._forms.is_of(weight, state):
-            self._forms = SharedForms(weight, state)
-        return self._forms
+        forms = self._forms
+        if forms is None or not forms.is_of(weight, state):
+            forms = self._forms = SharedForms(weight, state)
+        return forms  # not `self._forms`, which may be another thread's by now
 
-    def __deepcopy__(self, memo: dict) -> WeightForms:
-        return WeightForms()
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
 
     def __reduce__(self) -> tuple:
-        return WeightForms, ()
+        return type(None), ()

@@ -31,7 +31,6 @@ def identity_quantizer(monkeypatch):
     monkeypatch.setattr(ops, "quantize", quantize)
     monkeypatch.setattr(ops, "quantize_both", quantize_both, raising=False)
     monkeypatch.setattr(ops, "dequantize", lambda x, dtype=torch.float32: x.to(dtype))
-    monkeypatch.setattr(ops, "transpose", lambda x: x.T)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 37])

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp4 import HotChannels, convert_to_fp4, fp4_layers, get_recipe, matmul, reference, set_recipe
@@ -255,3 +256,27 @@ def test_operands_are_quantised_as_without_a_patch():
     side = matmul.quantize_rows(x, Operand.lhs(recipe.fprop, 0))
     assert torch.equal(side.matrix.codes, reference.quantize(x, recipe.fprop.lhs).codes)
     assert dataclasses.replace(recipe.fprop, hot_channels=None) == get_recipe("nvfp4", weight_2d=False).fprop
+
+
+@pytest.mark.parametrize("kind", ["fake", "meta", "vmap", "export"])
+def test_channels_are_not_picked_from_what_does_not_last(kind):
+    """Nor does a layer remember channels that nobody can read afterwards."""
+    layer = fp4_linear_layer(64, 48, chon())
+    x = torch.randn(3, 8, 64)
+    with torch.no_grad():
+        if kind == "fake":
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                layer(mode.from_tensor(x))
+        elif kind == "meta":
+            values = [p.clone() for p in layer.parameters()]
+            layer.to("meta")(x.to("meta"))
+            layer.to_empty(device="cpu")
+            for p, value in zip(layer.parameters(), values, strict=True):
+                p.copy_(value)
+        elif kind == "vmap":
+            torch.vmap(layer)(x)
+        else:
+            torch.export.export(layer, (x,), strict=False)
+        assert layer.fp4_hot_channels is None
+        assert same_bits(layer(x), fp4_linear_layer(64, 48, chon())(x))
+    assert layer.fp4_hot_channels is not None

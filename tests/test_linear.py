@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from lightning_fp4 import NVFP4, FP4Linear, Quantizer, convert_to_fp4, get_recipe, list_recipes, ops, reference
 from lightning_fp4.linear import fp4_class, new_rng_state, original_class
@@ -944,3 +945,14 @@ def test_every_stochastic_recipe_says_so():
     assert without_blocks(SR).last_blocks == 0
     assert {r.name for r in RECIPES} >= {"nvfp4", "mxfp4", "high_precision"}
     assert Quantizer().format is NVFP4
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_forward_mode_is_refused(grad, device):
+    """Not only where gradients are on, which forward mode takes no heed of: the reference would round tangents off."""
+    layer = fp4_linear_layer(64, 48, RTN, device=device)
+    x = torch.randn(8, 64, device=device)
+    with torch.set_grad_enabled(grad), forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        layer(forward_ad.make_dual(x, torch.ones_like(x)))
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.jvp(layer, (x,), (x,))

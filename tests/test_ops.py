@@ -10,7 +10,7 @@ from tests.helpers import golden_cases, relative_error, same_bits, unpack
 
 SEED = (12345, 7)
 OPERATORS = (
-    *("draw_seed", "quantize", "quantize_both", "transpose", "dequantize", "operand", "multiply", "token_mean"),
+    *("draw_seed", "quantize", "quantize_both", "dequantize", "operand", "multiply", "token_mean"),
     *("subtract_mean", "times_matrix", "add_outer"),
     *("patch_columns", "patch_values", "concatenate", "channel_scores", "select_channels"),
 )
@@ -47,8 +47,6 @@ def test_opcheck_the_others(device):
     operators = torch.ops.lightning_fp4
     # The schema check multiplies its inputs, which float8 cannot.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    arguments = (x.codes, x.scales, "nvfp4_2d", 17, 40)
-    torch.library.opcheck(operators.transpose.default, arguments, test_utils=checks)
     for dtype in (torch.float32, torch.bfloat16):
         arguments = (x.codes, x.scales, x.amax, "nvfp4_2d", x.encoded_max, 17, 40, dtype)
         torch.library.opcheck(operators.dequantize.default, arguments, test_utils=checks)
@@ -198,7 +196,7 @@ def _every_operator(x, w):
         rest,
         outer,
     ]
-    tensors += [ops.transpose(b).codes, *ops.patch_values(w, b, channels), ops.times_matrix(mean, w)]
+    tensors += [*ops.patch_values(w, b, channels), ops.times_matrix(mean, w)]
     wide = ops.concatenate(b, patch)
     return [t.float() for t in (*tensors, patch.codes, patch.scales, wide.codes, wide.scales)]
 
@@ -259,8 +257,6 @@ def test_outputs_are_contiguous(device):
         for view in (x, x.T):
             quantized = ops.quantize(view, Quantizer(format=NVFP4_2D), transposed=transposed)
             assert all(t.is_contiguous() for t in (quantized.codes, quantized.scales, quantized.amax))
-            turned = ops.transpose(quantized)
-            assert all(t.is_contiguous() for t in (turned.codes, turned.scales))
 
 
 def test_meta_tensors_have_shapes():

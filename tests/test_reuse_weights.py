@@ -9,12 +9,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp4 import ops
 from lightning_fp4.linear import FP4Linear, fp4_linear
-from lightning_fp4.sharing import WeightForms
+from lightning_fp4.sharing import SharedForms, WeightForms, _state_of
 from tests.helpers import RTN, fp4_linear_layer, same_bits
 from tests.trainer_models import Regressor, assert_same_weights, layers_of, plugin, trainer
 
@@ -163,13 +164,68 @@ def test_inference_mode_between_training_steps():
     assert same_bits(y, layer(x))
 
 
-def test_copies_and_pickles_are_empty():
+def test_copies_keep_no_weights():
+    """A callback may copy the model between two accumulated batches, and write to the copy as it likes."""
     layer = _layer()
-    layer(torch.randn(16, 64))
+    x = torch.randn(16, 64)
+    layer(x)
     assert layer.fp4_weight_forms._forms is not None
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert isinstance(twin, FP4Linear)
-        assert twin.fp4_weight_forms._forms is None
+        before = twin(x)
+        twin.weight.data.neg_()
+        twin.bias.data.neg_()
+        assert same_bits(twin(x), -before)
+        assert twin.fp4_weight_forms is None
+
+
+def test_compiled_layers_are_compiled_once():
+    """However often the plugin gives and takes what they have no use for."""
+    layer, counter = _layer(), CompileCounter()
+    compiled = torch.compile(layer, backend=counter)
+    x = torch.randn(16, 64)
+    for forms in (None, WeightForms(), None, WeightForms()):
+        layer.fp4_weight_forms = forms
+        compiled(x)
+    assert counter.frame_count == 1
+
+
+def test_a_parametrized_weight_is_computed_once():
+    """Computing it may change it, as spectral normalisation does."""
+
+    class Doubled(nn.Module):
+        calls = 0
+
+        def forward(self, weight):
+            self.calls += 1
+            return weight * 2
+
+    layer, doubled = _layer(), Doubled()
+    nn.utils.parametrize.register_parametrization(layer, "weight", doubled, unsafe=True)
+    x = torch.randn(16, 64)
+    y = layer(x)
+    assert doubled.calls == 1
+    layer.fp4_weight_forms = None
+    assert same_bits(layer(x), y)
+
+
+def test_another_thread_cannot_slip_its_weight_in():
+    weight, other = torch.randn(48, 64), torch.randn(48, 64)
+
+    class Raced(WeightForms):
+        """Another thread writes whenever this one does."""
+
+        @property
+        def _forms(self):
+            return SharedForms(other, _state_of(other))
+
+        @_forms.setter
+        def _forms(self, value):
+            pass
+
+    forms = Raced().of(weight)
+    assert forms is not None
+    assert forms.is_of(weight, _state_of(weight))
 
 
 def test_not_in_manual_optimization():

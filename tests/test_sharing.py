@@ -226,6 +226,28 @@ def test_layers_travel_without_what_was_shared(device):
         assert same_bits(twin(x.clone()), expected)
 
 
+def test_parameters_are_not_shared(device):
+    """A fused optimizer writes to them without a trace."""
+    model = _projections(device=device)
+    prompt = nn.Parameter(torch.randn(16, 64, device=device))
+    optimizer = torch.optim.AdamW([prompt], lr=0.1, fused=True)
+    version = prompt._version
+    model.k(prompt).sum().backward()  # one layer in this step, the other in the next
+    optimizer.step()
+    assert prompt._version == version
+    assert same_bits(model.v(prompt), copy.deepcopy(model).v(prompt.detach().clone()))
+
+
+def test_a_trace_has_no_constants_from_before(device):
+    """What was quantised before ``torch.jit.trace``, of the example input by another layer, is not its result."""
+    model = _projections(device=device).requires_grad_(False)
+    x = torch.randn(16, 64, device=device)
+    model.q(x)
+    traced = torch.jit.trace(model.k, (x,), check_trace=False)
+    other = torch.randn(16, 64, device=device)
+    assert same_bits(traced(other), model.k(other))
+
+
 @pytest.mark.gpu
 def test_streams_do_not_share(quantised):
     model = _projections(device="cuda")

@@ -54,7 +54,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
             sums = first + second
     total = tl.reshape(sums, (BLOCK_N,))
     if MEAN:
-        total = tl.div_rn(total, tl.zeros_like(total) + tokens)
+        total = tl.div_rn(total, tl.zeros_like(total) + tokens) + 0.0  # which makes -0.0 the zero of the reference
     tl.store(out_ptr + pid_m * columns + pid_n * BLOCK_N + offs_n, total, mask=offs_n < columns_left)
 
 

@@ -24,8 +24,9 @@ def token_mean(x: Tensor) -> Tensor:
         sums = sums[0::2] + sums[1::2]
     if x.shape[0] == 0:
         return x.new_zeros(1, x.shape[1], dtype=torch.float32)
-    # A tensor over a Python number would be a product with its reciprocal on a GPU.
-    return sums.div(torch.full_like(sums, x.shape[0]))
+    # A tensor over a Python number would be a product with its reciprocal on a GPU. Adding zero leaves one zero, 0.0:
+    # the other's sign would depend on whether the sum met padding, and would show in the codes.
+    return sums.div(torch.full_like(sums, x.shape[0])) + 0.0
 
 
 def subtract_mean(x: Tensor, mean: Tensor) -> Tensor:

@@ -95,6 +95,7 @@ def test_means(shape):
     for dtype in DTYPES:
         check_mean((torch.randn(shape) * torch.randn(shape[0], 1).exp() ** 3).to(dtype))
     check_mean(torch.randn(shape).T)
+    assert not check_mean(torch.full(shape, -0.0)).signbit().any()
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (5, 300), (130, 40), (3, 0), (0, 3)])

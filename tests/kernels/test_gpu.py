@@ -158,6 +158,7 @@ def test_means(shape):
     for dtype in DTYPES:
         check_mean((torch.randn(shape, device=CUDA) * torch.randn(shape[0], 1, device=CUDA).exp() ** 3).to(dtype))
     check_mean(torch.randn(shape, device=CUDA).T)
+    assert not check_mean(torch.full(shape, -0.0, device=CUDA)).signbit().any()
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (5, 300), (130, 4000), (1000, 576), (3, 0), (0, 3)])
