@@ -193,6 +193,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="with --quant chon: how the hot channels' errors are multiplied (default: high_precision)",
     )
     add(
+        "--last-blocks",
+        type=int,
+        default=4,
+        help="with --quant chon: blocks at the end that stay in high precision (default: 4, as in its paper)",
+    )
+    add(
         "--weight-blocks",
         default="1x16",
         choices=["1x16", "16x16"],
@@ -297,7 +303,7 @@ def recipe_options(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.quant not in WITHOUT_WEIGHT_BLOCKS:
         recipe["weight_2d"] = args.weight_blocks == "16x16"
     if args.quant == "chon":
-        recipe |= {"averis": args.averis, "mode": args.patch}
+        recipe |= {"averis": args.averis, "mode": args.patch, "last_blocks": args.last_blocks}
     return recipe
 
 

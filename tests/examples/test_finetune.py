@@ -459,6 +459,7 @@ def test_flags_of_the_recipe_reach_the_layers(run):
         "weight_2d": False,
         "averis": False,
         "mode": "single",
+        "last_blocks": 4,
     }
     assert plain["layers"] == "mlp"
     assert plain["fp4"]["fp4_layers"] == 2 * 3  # gate, up and down
