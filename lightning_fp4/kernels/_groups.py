@@ -178,3 +178,16 @@ def group_amax(values):
     for i in tl.static_range(1, len(values)):
         amax = tl.maximum(amax, tl.abs(values[i]), propagate_nan=tl.PropagateNan.ALL)
     return amax
+
+
+@triton.jit
+def sum_of_neighbours(values):
+    """Sum of a tuple of tensors, whose length is a power of two: of neighbours, then of neighbouring sums."""
+    sums = values
+    for stage in tl.static_range(5):
+        if (1 << stage) < len(values):
+            pairs = ()
+            for i in tl.static_range(len(values) >> (stage + 1)):
+                pairs = pairs + (sums[2 * i] + sums[2 * i + 1],)
+            sums = pairs
+    return sums[0]

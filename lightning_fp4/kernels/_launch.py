@@ -140,3 +140,9 @@ class Launcher:
                 self._ready.clear()
             names = self.kernel.arg_names[len(arguments) :]
             self._ready[key] = (compiled[grid], tuple(self.constants[name] for name in names))
+
+
+@functools.cache
+def launcher(kernel: Any, warps: int = 4, **constants: Any) -> Launcher:
+    """The one launcher of a kernel with these constants."""
+    return Launcher(kernel, constants, warps)

@@ -194,13 +194,7 @@ def squared_error(values, encoded, scales, amax, ENCODED_MAX: tl.constexpr, R: t
     for i in tl.static_range(len(values)):
         error = encoded[i] * factors * (1.0 / ENCODED_MAX) - values[i]
         errors = errors + (error * error,)
-    for stage in tl.static_range(5):  # neighbours first, as in the reference
-        if (1 << stage) < len(values):
-            sums = ()
-            for i in tl.static_range(len(values) >> (stage + 1)):
-                sums = sums + (errors[2 * i] + errors[2 * i + 1],)
-            errors = sums
-    total = errors[0]
+    total = _groups.sum_of_neighbours(errors)
     if R > 1:
         total = over_block_rows(total, R, False)
     return total

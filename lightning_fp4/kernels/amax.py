@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,12 +10,12 @@ from torch import Tensor
 from lightning_fp4.formats import GlobalScale
 from lightning_fp4.kernels import _groups, _random, _scales
 from lightning_fp4.kernels._launch import (
-    Launcher,
     check_input,
     grid_of,
     is_even,
     is_interpreted,
     is_wide,
+    launcher,
 )
 from lightning_fp4.kernels._tiles import corner, load_columns, subtract_from_columns, tile_of_program
 
@@ -89,11 +86,6 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
             tl.atomic_max(column_ptr + offs_n, tl.max(rotated, axis=0), mask=offs_n < columns, sem="relaxed")
 
 
-@functools.cache
-def _launcher(kernel: Any, **constants: Any) -> Launcher:
-    return Launcher(kernel, constants)
-
-
 def amax(
     x: Tensor,
     rows: GlobalScale | None,
@@ -124,7 +116,7 @@ def amax(
     if bits.shape[0] and x.numel():
         block_m, block_n = (128, 64) if hadamard else (64, 128)
         rotate = hadamard if hadamard and columns else 0
-        launch = _launcher(
+        launch = launcher(
             _amax_kernel, CENTER=mean is not None, TENSOR=plain, ROW=rows == "row", COLUMN=columns == "row",
             ROTATED=rotated, HADAMARD=rotate, ASM=not is_interpreted(), EVEN=is_even(x, block_m, block_n),
             WIDE=is_wide(x, block_m, block_n), BLOCK_M=block_m, BLOCK_N=block_n,

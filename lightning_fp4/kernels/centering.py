@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_fp4.kernels._launch import Launcher, ceil_div, check_device, check_input, is_even, is_wide, tiles_of
+from lightning_fp4.kernels import _groups
+from lightning_fp4.kernels._launch import ceil_div, check_device, check_input, is_even, is_wide, launcher, tiles_of
 from lightning_fp4.kernels._tiles import corner, load_columns
 
 _NEIGHBOURS = 16  # rows that one thread adds
 _BLOCK_M, _BLOCK_N, _WARPS = 256, 64, 4
-
-
-@triton.jit
-def sum_of_neighbours(values):  # type: ignore[no-untyped-def]
-    """Sum of a tuple of tensors, whose length is a power of two: of neighbours, then of neighbouring sums."""
-    sums = values
-    for stage in tl.static_range(5):
-        if (1 << stage) < len(values):
-            pairs = ()
-            for i in tl.static_range(len(values) >> (stage + 1)):
-                pairs = pairs + (sums[2 * i] + sums[2 * i + 1],)  # type: ignore[assignment]
-            sums = pairs
-    return sums[0]
 
 
 @triton.jit
@@ -47,7 +32,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     columns_left = columns - pid_n * BLOCK_N
     start = x_ptr + corner(stride_m, stride_n, pid_m, pid_n, BLOCK_M, BLOCK_N)
     values = load_columns(start, stride_m, stride_n, offs_g, offs_n, rows - pid_m * BLOCK_M, columns_left, C, EVEN)
-    sums = tl.permute(sum_of_neighbours(values), (1, 0))
+    sums = tl.permute(_groups.sum_of_neighbours(values), (1, 0))
     for stage in tl.static_range(8):
         if (1 << stage) < GROUPS:
             first, second = tl.split(tl.reshape(sums, (BLOCK_N, GROUPS >> (stage + 1), 2)))
@@ -56,11 +41,6 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     if MEAN:
         total = tl.div_rn(total, tl.zeros_like(total) + tokens) + 0.0  # which makes -0.0 the zero of the reference
     tl.store(out_ptr + pid_m * columns + pid_n * BLOCK_N + offs_n, total, mask=offs_n < columns_left)
-
-
-@functools.cache
-def _launcher(kernel: Any, warps: int = 4, **constants: Any) -> Launcher:
-    return Launcher(kernel, constants, warps)
 
 
 def token_mean(x: Tensor) -> Tensor:
@@ -81,7 +61,7 @@ def token_mean(x: Tensor) -> Tensor:
         is_last = x.shape[0] <= _BLOCK_M
         programs, tiles_n = tiles_of(x, _BLOCK_M, _BLOCK_N)
         sums = x.new_empty((ceil_div(x.shape[0], _BLOCK_M), x.shape[1]), dtype=torch.float32)
-        launch = _launcher(
+        launch = launcher(
             _sum_kernel, _WARPS, MEAN=is_last, C=_NEIGHBOURS, EVEN=is_even(x, _BLOCK_M, _BLOCK_N),
             WIDE=is_wide(x, _BLOCK_M, _BLOCK_N), BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
         )  # fmt: skip
@@ -133,7 +113,7 @@ def times_matrix(mean: Tensor, matrix: Tensor) -> Tensor:
     spans = ceil_div(length, span)
     sums = mean.new_empty((spans, outs))
     tiles_n = ceil_div(outs, block_n)
-    launch = _launcher(_times_kernel, BLOCK_N=block_n, BLOCK_K=block_k)
+    launch = launcher(_times_kernel, BLOCK_N=block_n, BLOCK_K=block_k)
     launch(tiles_n * spans, mean.contiguous(), matrix, *matrix.stride(), outs, length, span, tiles_n, sums)
     return sums[0] if spans == 1 else sums.sum(0)
 
@@ -176,6 +156,6 @@ def add_outer(product: Tensor, left: Tensor, right: Tensor, factor: int, dtype: 
         return out
     block_m, block_n = 16, 256
     programs, tiles_n = tiles_of(product, block_m, block_n)
-    launch = _launcher(_outer_kernel, BLOCK_M=block_m, BLOCK_N=block_n)
+    launch = launcher(_outer_kernel, BLOCK_M=block_m, BLOCK_N=block_n)
     launch(programs, product, left.contiguous(), right.contiguous(), factor, out, *product.shape, tiles_n)
     return out

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +9,7 @@ from torch import Tensor
 
 from lightning_fp4.formats import E8M0
 from lightning_fp4.kernels import _groups, _scales, _values
-from lightning_fp4.kernels._launch import Launcher, ceil_div, check_device, has_e4m3
+from lightning_fp4.kernels._launch import check_device, has_e4m3, launcher, tiles_of
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units, operand_shift
 
 
@@ -63,26 +60,21 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 tl.store(factor_ptr + offs_m, factor, mask=offs_m < rows)
 
 
-@functools.cache
-def _launcher(kernel: Any, **constants: Any) -> Launcher:
-    return Launcher(kernel, constants)
-
-
 def _launch(quantized: FP4Tensor, out: Tensor, factor: Tensor | None, units: str, shift: float) -> None:
     check_device(quantized.codes)
     if not out.numel():
         return
     block_format, amax = quantized.format, quantized.amax
     block_m, block_n = 32, 256
-    tiles_n = ceil_div(out.shape[1], block_n)
+    programs, tiles_n = tiles_of(out, block_m, block_n)
     codes, scales = quantized.codes.contiguous(), quantized.scales.view(torch.uint8).contiguous()
-    launch = _launcher(
+    launch = launcher(
         _decode_kernel, UNITS=units, BY="none" if amax is None else block_format.global_scale,
         MAX=quantized.encoded_max, SHIFT=shift, R=block_format.block[0], C=block_format.block[1],
         IS_E8M0=block_format.scale is E8M0, NATIVE_E4M3=has_e4m3(out), BLOCK_M=block_m, BLOCK_N=block_n,
     )  # fmt: skip
     launch(
-        ceil_div(out.shape[0], block_m) * tiles_n,
+        programs,
         codes, scales, codes if amax is None else amax.contiguous(), out, codes if factor is None else factor,
         out.shape[0], out.shape[1], scales.shape[1], tiles_n,
     )  # fmt: skip

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_fp4.kernels._launch import Launcher, ceil_div, check_device
+from lightning_fp4.kernels._launch import check_device, launcher, tiles_of
 
 
 @triton.jit
@@ -41,11 +38,6 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + offs, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@functools.cache
-def _launcher(kernel: Any, **constants: Any) -> Launcher:
-    return Launcher(kernel, constants)
-
-
 def finish(sums: Tensor, lhs: Tensor | None, rhs: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``(sums * (lhs * rhs.T) + bias)`` rounded once to ``dtype``.
 
@@ -68,16 +60,16 @@ def finish(sums: Tensor, lhs: Tensor | None, rhs: Tensor | None, bias: Tensor | 
     if not out.numel():
         return out
     block_m, block_n = 16, 256
-    tiles_n = ceil_div(sums.shape[1], block_n)
+    programs, tiles_n = tiles_of(sums, block_m, block_n)
 
     def kind(factor: Tensor | None) -> str:
         return "none" if factor is None else "tensor" if factor.numel() == 1 else "row"
 
-    launch = _launcher(
+    launch = launcher(
         _finish_kernel, LHS=kind(lhs), RHS=kind(rhs), BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n
     )
     launch(
-        ceil_div(sums.shape[0], block_m) * tiles_n,
+        programs,
         sums, sums if lhs is None else lhs, sums if rhs is None else rhs, sums if bias is None else bias.contiguous(),
         out, sums.shape[0], sums.shape[1], tiles_n,
     )  # fmt: skip

@@ -109,11 +109,11 @@ def test_the_launcher_passes_what_triton_passes(monkeypatch):
     monkeypatch.setattr(FINISH, "check_device", lambda _: None)
     sums, factor, bias = torch.zeros(19, 300), torch.ones(1, 1), torch.zeros(300).bfloat16()
     fake = _Driver()
-    FINISH._launcher.cache_clear()
+    FINISH.launcher.cache_clear()
     monkeypatch.setattr(driver, "_active", fake)
     for _ in range(2):
         out = FINISH.finish(sums, factor, factor, bias, torch.bfloat16)
-    FINISH._launcher.cache_clear()
+    FINISH.launcher.cache_clear()
     by_triton, by_launcher = fake.launched
     assert out.shape == (19, 300)
     assert len(by_triton) == len(by_launcher)
