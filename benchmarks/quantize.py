@@ -84,6 +84,7 @@ def main() -> None:
         results["sweep_us"] = {}
         for tile in [(64, 64, 4, None), (64, 64, 8, None), (32, 64, 4, None), (128, 64, 8, None), (64, 64, 4, 96)]:
             module._BLOCK_M, module._BLOCK_N, module._WARPS, module._REGISTERS = tile
+            module._plans.clear()
             picked = {name: median_ms(made[name][0], repeats=10) * 1e3 for name in list(made)[:4]}
             results["sweep_us"][str(tile)] = {name: round(us, 1) for name, us in picked.items()}
             print(tile, *(f"{us:8.1f}" for us in picked.values()), flush=True)

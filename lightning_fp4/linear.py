@@ -206,6 +206,8 @@ def _forward(
     mean = matmul.mean_product(input_rows, weight_rows, weight, plan.input.quantizer)
     if mean is not None:
         bias = mean if bias is None else mean + bias
+    if bias is not None:
+        bias = bias.to(input.dtype)  # as `torch.nn.functional.linear` rounds it; units can add it before they round
     out = matmul.patched_multiply(input_rows, weight_rows, recipe.fprop, hot_channels, bias, input.dtype, plan.units)
     return out, (input_columns, weight_columns)
 
@@ -300,6 +302,7 @@ class _FP4Linear(torch.autograd.Function):
         if rows is not None and weight_columns is not None:
             transposed = None if weight is None else weight.T
             mean = matmul.mean_product(rows, weight_columns, transposed, dgrad_output.quantizer)
+            mean = None if mean is None else mean.to(grad_output.dtype)
             grad_input = matmul.multiply(rows, weight_columns, mean, grad_output.dtype, units=plan.dgrad_units)
         if columns is not None and input_columns is not None:
             dtype = ctx.weight_dtype if columns.mean is None else torch.float32

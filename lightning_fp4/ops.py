@@ -235,7 +235,7 @@ def gemm(
     Args:
         lhs: ``[M, K]``.
         rhs: ``[N, K]``.
-        bias: ``[N]`` or ``None``.
+        bias: ``[N]`` or ``None``. FP8 units add one of ``dtype`` (not float32) themselves, others take one more pass.
         dtype: of the result.
         units: what multiplies; those that a decoded operand is made for, else exact ones, if not given. FP4 units
             multiply packed operands, the others decoded ones.
@@ -247,6 +247,9 @@ def gemm(
         assert isinstance(lhs, FP4Tensor)
         assert isinstance(rhs, FP4Tensor)
         return _multiply_packed(*_storage_of(lhs), *_storage_of(rhs), lhs.shape[1], bias, dtype)
+    first, second = (m.values if isinstance(m, FP4Operand) else m.codes for m in (lhs, rhs))
+    if _is_unobserved((first, second, bias)):
+        return _outside_autocast(first, _product, lhs, rhs, bias, dtype, units)
     a, b = (m if isinstance(m, FP4Operand) else operand(m, units) for m in (lhs, rhs))
     assert a.units == b.units == units
     return _multiply(a.values, a.factor, b.values, b.factor, bias, dtype)
@@ -359,14 +362,20 @@ def is_eager(args: tuple) -> bool:
     Compilers, tracers, modes (of tools that count operations, of selective checkpointing), function transforms, tensor
     subclasses and meta tensors act on operators.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling():
         return False
-    # There are no public ways to ask for these three.
+    # There are no public ways to ask for three of these, and a slow one for tracing.
+    if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    return all(not isinstance(x, Tensor) or (type(x) in _PLAIN and not x.is_meta) for x in args)
+    for x in args:
+        if type(x) in _PLAIN:
+            if x.is_meta:
+                return False
+        elif isinstance(x, Tensor):
+            return False
+    return True
 
 
 def is_lasting(*tensors: Tensor) -> bool:
@@ -382,14 +391,23 @@ def is_lasting(*tensors: Tensor) -> bool:
 
 def _is_unobserved(args: tuple) -> bool:
     """Whether an operator's body does what the operator does on these arguments: they are eager, and no autograd."""
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-        return False
-    return is_eager(args)
+    return not _wants_gradients(args) and is_eager(args)
+
+
+def _wants_gradients(args: tuple) -> bool:
+    if torch.is_grad_enabled():
+        for x in args:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Registration
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+_LIBRARY = torch.library.Library("lightning_fp4", "DEF")
 
 
 class _Operator:
@@ -404,11 +422,35 @@ class _Operator:
             return _outside_autocast(first, body, first, *args, **kwargs)
 
         self.body = outside_autocast
-        self.registered = torch.library.custom_op(f"lightning_fp4::{name}", outside_autocast, mutates_args=mutates)
-        self.register_fake = self.registered.register_fake
+        # Not `torch.library.custom_op`, whose wrappers in Python take three times as long as the dispatcher.
+        schema = torch.library.infer_schema(body, mutates_args=mutates)
+        _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, outside_autocast, "CompositeExplicitAutograd")
+        self.registered = getattr(torch.ops.lightning_fp4, name).default
+        self.register_fake = torch.library.register_fake(f"lightning_fp4::{name}", lib=_LIBRARY)
 
     def __call__(self, *args: Any) -> Any:
-        return self.body(*args) if _is_unobserved(args) else self.registered(*args)
+        if _is_unobserved(args):
+            return self.body(*args)
+        if _wants_gradients(args) and not torch.compiler.is_compiling():
+            return _WithoutDerivative.apply(self.registered, *args)
+        return self.registered(*args)
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    """An operator on tensors that require gradients, which it cannot give."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Any, *args: Any) -> Any:
+        ctx.name = operator.name()
+        return operator(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"`{ctx.name}` has no derivative: rounding has none, and `lightning_fp4.linear.fp4_linear` gives the "
+            "gradients of a whole linear layer. Use that, or detach what the operator is given."
+        )
 
 
 def _operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable], _Operator]:
@@ -455,6 +497,9 @@ def _storage_of(x: FP4Tensor) -> tuple[Tensor, Tensor, Tensor | None, str, float
 
 @_operator("draw_seed", mutates=("rng_state",))
 def _draw_seed(rng_state: Tensor) -> Tensor:
+    kernels = _kernels(rng_state)
+    if kernels is not None:
+        return kernels.draw_seed(rng_state)
     seed = rng_state.clone()
     rng_state[1:].add_(1)
     return seed
@@ -470,6 +515,7 @@ def _spec(quantizer: Quantizer) -> str:
     return f"{quantizer.format.name}/{quantizer.rounding.value}/{quantizer.scale_rule.value}"
 
 
+@functools.cache
 def _parse(spec: str) -> Quantizer:
     name, rounding, rule = spec.split("/")
     return Quantizer(format=FORMATS[name], rounding=rounding, scale_rule=rule)  # type: ignore[arg-type]
@@ -761,6 +807,18 @@ def _multiply(
     bias: Optional[Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
+    return _multiplied(lhs, lhs_factor, rhs, rhs_factor, bias, dtype)
+
+
+def _multiplied(
+    lhs: Tensor,
+    lhs_factor: Tensor | None,
+    rhs: Tensor,
+    rhs_factor: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What :func:`gemm` does with decoded operands."""
     m, k, n = *lhs.shape, rhs.shape[0]
     if lhs.is_cuda and lhs.dtype is torch.float8_e4m3fn and m * k * n:
         return _fp8_gemm(lhs, lhs_factor, rhs, rhs_factor, bias, dtype)
@@ -770,6 +828,15 @@ def _multiply(
     if kernels is not None and m * k * n and (lhs_factor is None) == (rhs_factor is None):
         return kernels.finish(reference.sums(a, b), lhs_factor, rhs_factor, bias, dtype)
     return reference.multiply(a, b, bias).to(dtype)
+
+
+def _product(
+    lhs: FP4Tensor | FP4Operand, rhs: FP4Tensor | FP4Operand, bias: Tensor | None, dtype: torch.dtype, units: Units
+) -> Tensor:
+    """What :func:`gemm` does, decoding included."""
+    a, b = (m if isinstance(m, FP4Operand) else _decoded(m, units) for m in (lhs, rhs))
+    assert a.units == b.units == units
+    return _multiplied(a.values, a.factor, b.values, b.factor, bias, dtype)
 
 
 @_multiply.register_fake

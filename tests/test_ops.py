@@ -230,7 +230,7 @@ def test_autograd_still_meets_the_operators(device):
     x = torch.randn(4, 16, device=device, requires_grad=True)
     rest = ops.subtract_mean(x, ops.token_mean(x.detach()))
     assert rest.requires_grad
-    with pytest.raises(RuntimeError, match="register_autograd"):
+    with pytest.raises(RuntimeError, match="has no derivative"):
         rest.sum().backward()
     assert not ops.quantize(x.detach(), Quantizer()).amax.requires_grad
 

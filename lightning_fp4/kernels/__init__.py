@@ -5,12 +5,14 @@ from lightning_fp4.kernels.centering import add_outer, times_matrix, token_mean
 from lightning_fp4.kernels.dequantize import dequantize, operand
 from lightning_fp4.kernels.finish import finish
 from lightning_fp4.kernels.quantize import Form, quantize, quantize_both, supports
+from lightning_fp4.kernels.seed import draw_seed
 
 __all__ = [
     "Form",
     "add_outer",
     "amax",
     "dequantize",
+    "draw_seed",
     "finish",
     "operand",
     "quantize",

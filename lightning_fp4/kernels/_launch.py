@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -98,12 +99,41 @@ def candidate_count(rule: ScaleRule) -> int:
     return {ScaleRule.FOUR_OVER_SIX: 2, ScaleRule.CLOSED_BEST: 3}.get(rule, 1)
 
 
-class Launcher:
-    """A kernel with its constants, launched with little more on the host than the launch itself.
+class Launch:
+    """A kernel with its constants on one grid, for arguments that are alike each time.
 
     Triton works out at each launch which compiled form of a kernel fits its arguments, which takes longer than the
     launch. It tells apart dtypes, pointers to multiples of 16 bytes, and integers that are 1, multiples of 16 or wide.
-    Here the compiled kernel is remembered by device, grid, dtypes, pointers modulo 16 and exact integers: finer.
+    Whoever keeps one of these sees to it that the arguments agree in all of that from call to call, and in their
+    device, which has to be the current one; then the kernel that the first call compiled fits them all.
+
+    Args:
+        launcher: the kernel, its constants and options.
+        grid: how many programs along each axis.
+    """
+
+    def __init__(self, launcher: Launcher, grid: tuple[int, int, int]) -> None:
+        self._launcher, self._grid = launcher, grid
+        self._compiled: Callable | None = None
+        self._constants: tuple = ()
+
+    def __call__(self, *arguments: Tensor | int) -> None:
+        """Launch on the current stream."""
+        if self._compiled is not None:
+            self._compiled(*arguments, *self._constants)
+            return
+        launcher, grid = self._launcher, self._grid
+        compiled = launcher.kernel[grid](*arguments, **launcher.constants, **launcher.options)
+        if compiled is not None:  # the interpreter compiles nothing
+            names = launcher.kernel.arg_names[len(arguments) :]
+            self._constants = tuple(launcher.constants[name] for name in names)
+            self._compiled = compiled[grid]
+
+
+class Launcher:
+    """A kernel with its constants, for any arguments: a :class:`Launch` for each kind of them.
+
+    Kinds are told apart by device, grid, dtypes, pointers modulo 16 and exact integers, which is finer than Triton.
 
     Args:
         kernel: a ``@triton.jit`` function whose constants come last.
@@ -112,37 +142,89 @@ class Launcher:
         registers: that a thread may use at most, ``None`` to leave it to the compiler.
     """
 
-    _MOST = 1024  # remembered at once; token counts may differ from step to step
-
     def __init__(self, kernel: Any, constants: dict[str, Any], warps: int = 4, registers: int | None = None) -> None:
         self.kernel, self.constants = kernel, constants
         self.options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
-        self._ready: dict[tuple, tuple[Callable, tuple]] = {}
+        self._launches = Remembered[Launch]()
 
     def __call__(self, programs: int | tuple[int, int, int], *arguments: Tensor | int) -> None:
         """Launch ``programs`` of them, a count or a grid, on the current stream of the first argument's device."""
         device = arguments[0].get_device()  # type: ignore[union-attr]
-        if device >= 0 and device != torch.cuda.current_device():
+        if is_elsewhere(device):
             with torch.cuda.device(device):
                 self(programs, *arguments)
             return
         kinds = [x if type(x) is int else (x.dtype, x.data_ptr() % 16) for x in arguments]  # type: ignore[union-attr]
         key = (device, programs, *kinds)
-        ready = self._ready.get(key)
-        if ready is not None:
-            launch, constants = ready
-            launch(*arguments, *constants)
-            return
-        grid = (programs, 1, 1) if isinstance(programs, int) else programs
-        compiled = self.kernel[grid](*arguments, **self.constants, **self.options)
-        if compiled is not None:  # the interpreter compiles nothing
-            if len(self._ready) >= self._MOST:
-                self._ready.clear()
-            names = self.kernel.arg_names[len(arguments) :]
-            self._ready[key] = (compiled[grid], tuple(self.constants[name] for name in names))
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches.keep(key, self.on(programs))
+        launch(*arguments)
+
+    def on(self, programs: int | tuple[int, int, int]) -> Launch:
+        """A launch of ``programs``, a count or a grid, for whoever knows that its arguments stay alike."""
+        return Launch(self, (programs, 1, 1) if isinstance(programs, int) else programs)
 
 
 @functools.cache
 def launcher(kernel: Any, warps: int = 4, **constants: Any) -> Launcher:
     """The one launcher of a kernel with these constants."""
     return Launcher(kernel, constants, warps)
+
+
+def is_elsewhere(device: int) -> bool:
+    """Whether a GPU, by its number, is not the current one; no CPU (-1) is."""
+    return device >= 0 and device != torch.cuda.current_device()
+
+
+Made = TypeVar("Made")
+
+
+class Remembered(dict[tuple, Made]):
+    """What was made for a key, up to a number of keys: token counts may differ from step to step."""
+
+    MOST = 1024
+
+    def keep(self, key: tuple, made: Made) -> Made:
+        """Remember ``made`` and return it."""
+        if len(self) >= self.MOST:
+            self.clear()
+        self[key] = made
+        return made
+
+
+def traits(x: Tensor) -> tuple:
+    """What Triton, and the kernels' constants and grids, may depend on in a tensor."""
+    return x.get_device(), x.dtype, x.shape, x.stride(), x.data_ptr() % 16
+
+
+class _Zeros(threading.local):
+    """The zeros that are left of a larger piece, by device and stream, for each thread."""
+
+    PIECE = 4096
+
+    def __init__(self) -> None:
+        self._left: dict[tuple[int, int], tuple[Tensor, int]] = {}
+
+    def take(self, count: int, device: int) -> Tensor:
+        place = (device, torch._C._cuda_getCurrentRawStream(device))
+        piece, used = self._left.get(place, (None, self.PIECE))
+        if piece is None or used + count > self.PIECE:
+            with torch.inference_mode(False):
+                piece, used = torch.zeros((self.PIECE, 1), dtype=torch.int32, device=f"cuda:{device}"), 0
+        self._left[place] = (piece, used + ceil_div(count, 4) * 4)  # pointers to multiples of 16 bytes
+        return piece[used : used + count]
+
+
+_zeros = _Zeros()
+
+
+def zeros(count: int, like: Tensor) -> Tensor:
+    """Zeros, int32 ``[count, 1]``, for atomic operations, that nobody else has or had.
+
+    A few of them are taken from a larger piece, since clearing a piece takes as long as a kernel. Not while a CUDA
+    graph is captured, whose replays need zeros again.
+    """
+    if count > _Zeros.PIECE // 16 or not like.is_cuda or torch.cuda.is_current_stream_capturing():
+        return torch.zeros((count, 1), dtype=torch.int32, device=like.device)
+    return _zeros.take(count, like.get_device())

@@ -10,27 +10,33 @@ from torch import Tensor
 from lightning_fp4.formats import GlobalScale
 from lightning_fp4.kernels import _groups, _random, _scales
 from lightning_fp4.kernels._launch import (
+    Launch,
+    Remembered,
     check_input,
     grid_of,
+    is_elsewhere,
     is_even,
     is_interpreted,
     is_wide,
     launcher,
+    traits,
+    zeros,
 )
 from lightning_fp4.kernels._tiles import corner, load_columns, subtract_from_columns, tile_of_program
 
 
 @triton.jit
 def _amax_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, stride_m, stride_n, rows, columns, mean_ptr, tensor_ptr, row_ptr, column_ptr,
+    x_ptr, stride_m, stride_n, rows, columns, mean_ptr, maxima_ptr, first_row, first_column,
     CENTER: tl.constexpr, TENSOR: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, ROTATED: tl.constexpr,
     HADAMARD: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile into the maxima, which are float32 bits in int32, zero at the start.
 
-    ``TENSOR``: one for ``x``. ``ROW``, ``COLUMN``: one for each row and (after the rotation) column. ``ROTATED``: one
-    for the rotated ``x``, in the place of ``COLUMN``. ``CENTER``: of ``x`` without the mean of each column.
+    ``TENSOR``: one for ``x``, the first. ``ROW``, ``COLUMN``: one for each row from ``first_row`` on, and (after the
+    rotation) for each column from ``first_column`` on. ``ROTATED``: one for the rotated ``x``, in the place of
+    ``COLUMN``. ``CENTER``: of ``x`` without the mean of each column.
     """
     pid_m, pid_n = tile_of_program()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -39,8 +45,8 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
     rows = rows - pid_m * BLOCK_M
     columns = columns - pid_n * BLOCK_N
     mean_ptr += pid_n * BLOCK_N if CENTER else 0
-    row_ptr += pid_m * BLOCK_M
-    column_ptr += pid_n * BLOCK_N if COLUMN else 0
+    row_ptr = maxima_ptr + first_row + pid_m * BLOCK_M
+    column_ptr = maxima_ptr + first_column + (pid_n * BLOCK_N if COLUMN else 0)
     offs_n = tl.arange(0, BLOCK_N).to(index_type)
     if HADAMARD == 0:
         offs_m = tl.arange(0, BLOCK_M).to(index_type)
@@ -55,7 +61,7 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
             x = _groups.round_one(tl.where(offs_m[:, None] < rows, x - mean[None, :], 0.0), dtype)
         bits = _scales.magnitude_bits(x)
         if TENSOR:
-            tl.atomic_max(tensor_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+            tl.atomic_max(maxima_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
         if ROW:
             tl.atomic_max(row_ptr + offs_m, tl.max(bits, axis=1), mask=offs_m < rows, sem="relaxed")
         if COLUMN:
@@ -71,7 +77,7 @@ def _amax_kernel(  # type: ignore[no-untyped-def]
             largest = _groups.group_amax(values)
         if TENSOR:
             plain = _scales.magnitude_bits(largest)
-            tl.atomic_max(tensor_ptr, tl.max(tl.max(plain, axis=1), axis=0), sem="relaxed")
+            tl.atomic_max(maxima_ptr, tl.max(tl.max(plain, axis=1), axis=0), sem="relaxed")
         if ROW:
             for i in tl.static_range(HADAMARD):
                 offs_m = offs_g * HADAMARD + i
@@ -105,27 +111,58 @@ def amax(
     Returns:
         float32 ``[1, 1]``, ``[M, 1]`` / ``[N, 1]`` or ``None`` for each form. NaN propagates.
     """
-    check_input(x, hadamard)
-    plain = rows == "tensor" or (columns == "tensor" and not hadamard)
-    rotated = columns == "tensor" and bool(hadamard)
-    row_count = x.shape[0] if rows == "row" else 0
-    column_count = x.shape[1] if columns == "row" else int(rotated)
-    sizes = (int(plain), row_count, column_count)
-    # One buffer, so one launch clears them all. Bits of non-negative floats sort as the floats do.
-    bits = torch.zeros((sum(sizes), 1), dtype=torch.int32, device=x.device)
-    if bits.shape[0] and x.numel():
-        block_m, block_n = (128, 64) if hadamard else (64, 128)
-        rotate = hadamard if hadamard and columns else 0
-        launch = launcher(
-            _amax_kernel, CENTER=mean is not None, TENSOR=plain, ROW=rows == "row", COLUMN=columns == "row",
-            ROTATED=rotated, HADAMARD=rotate, ASM=not is_interpreted(), EVEN=is_even(x, block_m, block_n),
-            WIDE=is_wide(x, block_m, block_n), BLOCK_M=block_m, BLOCK_N=block_n,
-        )  # fmt: skip
-        launch(
-            grid_of(x, block_m, block_n), x, *x.stride(), *x.shape, x if mean is None else mean,
-            *bits.split_with_sizes(sizes),
-        )  # fmt: skip
-    of_tensor, of_rows, of_columns = bits.view(torch.float32).split_with_sizes(sizes)
-    by_rows = {None: None, "tensor": of_tensor, "row": of_rows}[rows]
-    by_columns = {None: None, "tensor": of_columns if hadamard else of_tensor, "row": of_columns}[columns]
-    return by_rows, by_columns
+    key = (rows, columns, hadamard, *traits(x), None if mean is None else traits(mean))
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans.keep(key, _Plan(x, rows, columns, hadamard, mean))
+    if is_elsewhere(plan.device):
+        with torch.cuda.device(plan.device):
+            return plan(x, mean)
+    return plan(x, mean)
+
+
+class _Plan:
+    """What the maxima of matrices that are alike have in common."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        rows: GlobalScale | None,
+        columns: GlobalScale | None,
+        hadamard: int | None,
+        mean: Tensor | None,
+    ) -> None:
+        check_input(x, hadamard)
+        self.device = x.get_device()
+        plain = rows == "tensor" or (columns == "tensor" and not hadamard)
+        rotated = columns == "tensor" and bool(hadamard)
+        first_row = int(plain)
+        first_column = first_row + (x.shape[0] if rows == "row" else 0)
+        self._count = first_column + (x.shape[1] if columns == "row" else int(rotated))
+        places = {None: None, "tensor": slice(0, 1)}
+        self._rows = {**places, "row": slice(first_row, first_column)}[rows]
+        self._columns = slice(first_column, self._count) if rotated or columns == "row" else places[columns]
+        self._sizes, self._places = (*x.stride(), *x.shape), (first_row, first_column)
+        self._launch: Launch | None = None
+        if self._count and x.numel():
+            block_m, block_n = (128, 64) if hadamard else (64, 128)
+            self._launch = launcher(
+                _amax_kernel, CENTER=mean is not None, TENSOR=plain, ROW=rows == "row", COLUMN=columns == "row",
+                ROTATED=rotated, HADAMARD=hadamard if hadamard and columns else 0, ASM=not is_interpreted(),
+                EVEN=is_even(x, block_m, block_n), WIDE=is_wide(x, block_m, block_n), BLOCK_M=block_m, BLOCK_N=block_n,
+            ).on(grid_of(x, block_m, block_n))  # fmt: skip
+
+    def __call__(self, x: Tensor, mean: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if not self._count:
+            return None, None
+        bits = zeros(self._count, x)  # which sort as the non-negative floats do
+        if self._launch is not None:
+            self._launch(x, *self._sizes, x if mean is None else mean, bits, *self._places)
+        maxima = bits.view(torch.float32)
+        return (
+            None if self._rows is None else maxima[self._rows],
+            None if self._columns is None else maxima[self._columns],
+        )
+
+
+_plans = Remembered[_Plan]()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,15 @@ from torch import Tensor
 
 from lightning_fp4.formats import E8M0
 from lightning_fp4.kernels import _groups, _scales, _values
-from lightning_fp4.kernels._launch import check_device, has_e4m3, launcher, tiles_of
+from lightning_fp4.kernels._launch import (
+    Remembered,
+    check_device,
+    has_e4m3,
+    is_elsewhere,
+    launcher,
+    tiles_of,
+    traits,
+)
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units, operand_shift
 
 
@@ -60,30 +70,64 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 tl.store(factor_ptr + offs_m, factor, mask=offs_m < rows)
 
 
-def _launch(quantized: FP4Tensor, out: Tensor, factor: Tensor | None, units: str, shift: float) -> None:
-    check_device(quantized.codes)
+class _Plan:
+    """What decoding matrices that are alike, whose parts are contiguous, has in common."""
+
+    def __init__(self, quantized: FP4Tensor, out: Tensor, units: str) -> None:
+        check_device(out)
+        self.device = out.get_device()
+        block_format, encoded_max = quantized.format, quantized.encoded_max
+        block_m, block_n = 32, 256
+        programs, tiles_n = tiles_of(out, block_m, block_n)
+        self._sizes = (*out.shape, quantized.scales.shape[1], tiles_n)
+        self._launch = launcher(
+            _decode_kernel, UNITS=units, BY="none" if quantized.amax is None else block_format.global_scale,
+            MAX=encoded_max, SHIFT=1.0 if units == "values" else operand_shift(units, encoded_max),  # type: ignore[arg-type]
+            R=block_format.block[0], C=block_format.block[1], IS_E8M0=block_format.scale is E8M0,
+            NATIVE_E4M3=has_e4m3(out), BLOCK_M=block_m, BLOCK_N=block_n,
+        ).on(programs)  # fmt: skip
+
+    def __call__(self, quantized: FP4Tensor, out: Tensor, factor: Tensor | None) -> None:
+        codes, amax = quantized.codes, quantized.amax
+        scales = quantized.scales.view(torch.uint8)
+        self._launch(
+            codes, scales, codes if amax is None else amax, out, codes if factor is None else factor, *self._sizes
+        )  # fmt: skip
+
+
+_plans = Remembered[_Plan]()
+
+
+def _decode(quantized: FP4Tensor, out: Tensor, factor: Tensor | None, units: str) -> None:
     if not out.numel():
         return
-    block_format, amax = quantized.format, quantized.amax
-    block_m, block_n = 32, 256
-    programs, tiles_n = tiles_of(out, block_m, block_n)
-    codes, scales = quantized.codes.contiguous(), quantized.scales.view(torch.uint8).contiguous()
-    launch = launcher(
-        _decode_kernel, UNITS=units, BY="none" if amax is None else block_format.global_scale,
-        MAX=quantized.encoded_max, SHIFT=shift, R=block_format.block[0], C=block_format.block[1],
-        IS_E8M0=block_format.scale is E8M0, NATIVE_E4M3=has_e4m3(out), BLOCK_M=block_m, BLOCK_N=block_n,
+    codes, scales, amax = quantized.codes, quantized.scales, quantized.amax
+    key = (
+        units, quantized.format.name, quantized.encoded_max, traits(codes), scales.data_ptr() % 16, scales.shape,
+        None if amax is None else amax.data_ptr() % 16, out.shape, out.dtype,
     )  # fmt: skip
-    launch(
-        programs,
-        codes, scales, codes if amax is None else amax.contiguous(), out, codes if factor is None else factor,
-        out.shape[0], out.shape[1], scales.shape[1], tiles_n,
-    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans.keep(key, _Plan(quantized, out, units))
+    if is_elsewhere(plan.device):
+        with torch.cuda.device(plan.device):
+            plan(quantized, out, factor)
+    else:
+        plan(quantized, out, factor)
+
+
+def _contiguous(quantized: FP4Tensor) -> FP4Tensor:
+    codes, scales, amax = quantized.codes, quantized.scales, quantized.amax
+    if codes.is_contiguous() and scales.is_contiguous() and (amax is None or amax.is_contiguous()):
+        return quantized
+    amax = None if amax is None else amax.contiguous()
+    return dataclasses.replace(quantized, codes=codes.contiguous(), scales=scales.contiguous(), amax=amax)
 
 
 def dequantize(quantized: FP4Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Decode to ``[rows, columns]``, computed in float32 and rounded once to ``dtype``."""
     out = quantized.codes.new_empty(quantized.shape, dtype=dtype)
-    _launch(quantized, out, None, "values", 1.0)
+    _decode(_contiguous(quantized), out, None, "values")
     return out
 
 
@@ -95,11 +139,11 @@ def operand(quantized: FP4Tensor, units: Units) -> FP4Operand:
     """
     if units not in ("bf16", "fp8"):
         raise ValueError(f"The kernels decode for 'bf16' or 'fp8' units, got {units!r}.")
+    codes, amax = quantized.codes, quantized.amax
     dtype = torch.bfloat16 if units == "bf16" else torch.float8_e4m3fn
-    out = quantized.codes.new_empty(quantized.shape[0], quantized.codes.shape[1] * 2, dtype=dtype)
-    factor = None if quantized.amax is None else torch.empty_like(quantized.amax)
+    out = codes.new_empty((quantized.shape[0], codes.shape[1] * 2), dtype=dtype)
+    factor = None if amax is None else torch.empty_like(amax, memory_format=torch.contiguous_format)
     if factor is not None and not out.numel():
         factor.zero_()
-    bits = out.view(torch.uint8 if units == "fp8" else torch.uint16)
-    _launch(quantized, bits, factor, units, operand_shift(units, quantized.encoded_max))
+    _decode(_contiguous(quantized), out.view(torch.uint8 if units == "fp8" else torch.uint16), factor, units)
     return FP4Operand(values=out, factor=factor, shape=quantized.shape)

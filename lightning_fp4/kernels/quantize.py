@@ -14,16 +14,20 @@ from torch import Tensor
 from lightning_fp4.formats import E8M0, FORMATS
 from lightning_fp4.kernels import _groups, _random
 from lightning_fp4.kernels._launch import (
+    Launch,
     Launcher,
+    Remembered,
     candidate_count,
     ceil_div,
     check_input,
     grid_of,
     has_e4m3,
+    is_elsewhere,
     is_even,
     is_interpreted,
     is_wide,
     is_word_aligned,
+    traits,
 )
 from lightning_fp4.kernels._tiles import (
     corner,
@@ -203,50 +207,38 @@ def _launcher(
 
 
 class _Output:
-    """Memory for one form of a ``[rows, columns]`` matrix, and the kernel's arguments for it."""
+    """Memory for one form of ``[rows, columns]`` matrices, and the kernel's arguments for it."""
 
-    def __init__(self, x: Tensor, form: Form, amax: Tensor | None, rows: int, columns: int) -> None:
+    def __init__(self, form: Form, rows: int, columns: int) -> None:
         quantizer = form.quantizer
-        layout = _layout(quantizer.format.name, quantizer.rounding, quantizer.scale_rule, form.units)
-        self.layout, self.amax, self.shape, self.stream = layout, amax, (rows, columns), form.stream
+        self.layout = layout = _layout(quantizer.format.name, quantizer.rounding, quantizer.scale_rule, form.units)
         blocks = ceil_div(columns, layout.block_columns)
         width = blocks * layout.block_columns
+        self.shape = (rows, columns)
         if form.patch is not None:
             width += form.patch.width(layout.block_columns)
             self.shape = (rows, width)
         self.stride = width // layout.block_columns  # groups from one row to the next
-        self.factor: Tensor | None = None
-        self.scales: Tensor | None = None
+        self._out_shape = (rows, width // 2 if layout.units is None else width)
+        self._scale_shape = (ceil_div(rows, layout.block_rows), blocks)
+        self._stream = form.stream
+
+    def make(self, x: Tensor, amax: Tensor | None) -> tuple[FP4Tensor | FP4Operand, tuple[Tensor | int, ...]]:
+        """The form, still empty, and the kernel's pointers and stream for it; words stand for what it does not use."""
+        layout = self.layout
+        out = x.new_empty(self._out_shape, dtype=layout.dtype)
+        words = out.view(torch.int32)  # a group of neighbours fills whole words
+        maxima = words if amax is None else amax
         if layout.units is None:
-            self.out = x.new_empty((rows, width // 2), dtype=torch.uint8)
-            self.scales = x.new_empty((ceil_div(rows, layout.block_rows), blocks), dtype=torch.uint8)
-        else:
-            self.out = x.new_empty((rows, width), dtype=layout.dtype)
-            self.factor = None if amax is None else torch.empty_like(amax)
-
-    def arguments(self) -> tuple[Tensor | int, ...]:
-        """The kernel's pointers and stream; the place of what it does not use is held by the words."""
-        words = self.out.view(torch.int32)  # a group of neighbours fills whole words
-        return (
-            words if self.amax is None else self.amax,
-            words,
-            words if self.scales is None else self.scales,
-            words if self.factor is None else self.factor,
-            self.stream,
-        )
-
-    def result(self) -> FP4Tensor | FP4Operand:
-        """The form."""
-        if self.scales is None:
-            return FP4Operand(values=self.out, factor=self.factor, shape=self.shape)
-        return FP4Tensor(
-            codes=self.out,
-            scales=self.scales.view(self.layout.scale_dtype),
-            amax=self.amax,
-            encoded_max=self.layout.encoded_max,
-            format=self.layout.format,
-            shape=self.shape,
-        )
+            scales = x.new_empty(self._scale_shape, dtype=torch.uint8)
+            packed = FP4Tensor(
+                codes=out, scales=scales.view(layout.scale_dtype), amax=amax, encoded_max=layout.encoded_max,
+                format=layout.format, shape=self.shape,
+            )  # fmt: skip
+            return packed, (maxima, words, scales, words, self._stream)
+        factor = None if amax is None else torch.empty_like(amax)
+        decoded = FP4Operand(values=out, factor=factor, shape=self.shape)
+        return decoded, (maxima, words, words, words if factor is None else factor, self._stream)
 
 
 def supports(quantizer: Quantizer, hadamard: int | None = None, units: Units | None = None) -> bool:
@@ -280,49 +272,96 @@ def quantize_both(
         ValueError: for what :func:`supports` denies, a missing seed, a patch of a form that cannot have one, or an
             ``x`` that the kernels cannot read.
     """
-    check_input(x, hadamard)
-    if (rows and rows.patch and rows.units is None) or (columns and columns.patch):
-        raise ValueError("Only a decoded row form can have a `patch`.")
     mean = None if mean is None else mean.contiguous()
-    if columns is not None and not supports(columns.quantizer, hadamard):
-        raise ValueError(f"`hadamard={hadamard}` is longer than the blocks of {columns.quantizer.format}.")
-    if seed is None and any(form and form.quantizer.rounding is Rounding.STOCHASTIC for form in (rows, columns)):
-        raise ValueError("Stochastic rounding needs a `seed`, an int64 tensor [key, step].")
-    row_amax, column_amax = amax(
-        x,
-        rows.quantizer.format.global_scale if rows else None,
-        columns.quantizer.format.global_scale if columns else None,
-        hadamard if columns else None,
-        mean,
-    )
-    by_rows = None if rows is None else _Output(x, rows, row_amax, x.shape[0], x.shape[1])
-    by_columns = None if columns is None else _Output(x, columns, column_amax, x.shape[1], x.shape[0])
-    outputs = [output for output in (by_rows, by_columns) if output is not None]
-    if outputs and x.numel():
-        words = by_rows is not None and is_word_aligned(x, by_rows.layout.block_columns)
-        launch = _launcher(
-            _quantize_kernel,
-            None if by_rows is None else by_rows.layout, None if by_columns is None else by_columns.layout,
-            CENTER=mean is not None, HADAMARD=hadamard if hadamard and columns else 0, WORDS=words,
-            NATIVE_E4M3=has_e4m3(x), EVEN=is_even(x, _BLOCK_M, _BLOCK_N), WIDE=is_wide(x, _BLOCK_M, _BLOCK_N),
-            BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, warps=_WARPS, registers=_REGISTERS,
-        )  # fmt: skip
-        unused = (x, x, x, x, 0)
-        launch(
-            grid_of(x, _BLOCK_M, _BLOCK_N), x, x.view(torch.int64) if words else x, *x.stride(), *x.shape,
-            x if mean is None else mean, x if seed is None else seed, 0 if by_rows is None else by_rows.stride,
-            *(unused if by_rows is None else by_rows.arguments()),
-            *(unused if by_columns is None else by_columns.arguments()),
-        )  # fmt: skip
-    else:
-        for output in outputs:
-            if output.factor is not None:
-                output.factor.zero_()
-    if by_rows is not None and rows is not None and rows.patch is not None:
-        append_patch(
-            x, by_rows.out, row_amax, rows.quantizer, rows.patch, mean=mean, seed=seed, stream=rows.stream
-        )  # fmt: skip
-    return None if by_rows is None else by_rows.result(), None if by_columns is None else by_columns.result()
+    key = (
+        hadamard, _identity(rows), _identity(columns), *traits(x), None if mean is None else traits(mean),
+        None if seed is None else seed.data_ptr() % 16,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans.keep(key, _Plan(x, rows, columns, hadamard, seed, mean))
+    patch = None if rows is None else rows.patch
+    if is_elsewhere(plan.device):
+        with torch.cuda.device(plan.device):
+            return plan(x, seed, mean, patch)
+    return plan(x, seed, mean, patch)
+
+
+def _identity(form: Form | None) -> tuple | None:
+    """Tells forms apart as far as plans do, in less time than their hashes; a plan holds its quantisers."""
+    if form is None:
+        return None
+    patch = form.patch
+    return id(form.quantizer), form.stream, form.units, None if patch is None else (len(patch.channels), patch.parts)
+
+
+class _Plan:
+    """What quantising matrices that are alike has in common."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        rows: Form | None,
+        columns: Form | None,
+        hadamard: int | None,
+        seed: Tensor | None,
+        mean: Tensor | None,
+    ) -> None:
+        check_input(x, hadamard)
+        if (rows and rows.patch and rows.units is None) or (columns and columns.patch):
+            raise ValueError("Only a decoded row form can have a `patch`.")
+        if columns is not None and not supports(columns.quantizer, hadamard):
+            raise ValueError(f"`hadamard={hadamard}` is longer than the blocks of {columns.quantizer.format}.")
+        if seed is None and any(form and form.quantizer.rounding is Rounding.STOCHASTIC for form in (rows, columns)):
+            raise ValueError("Stochastic rounding needs a `seed`, an int64 tensor [key, step].")
+        self.device = x.get_device()
+        self._forms, self._hadamard = (rows, columns), hadamard if columns else None
+        self._row_scale = rows.quantizer.format.global_scale if rows else None
+        self._column_scale = columns.quantizer.format.global_scale if columns else None
+        self._rows = None if rows is None else _Output(rows, x.shape[0], x.shape[1])
+        self._columns = None if columns is None else _Output(columns, x.shape[1], x.shape[0])
+        self._words = rows is not None and is_word_aligned(x, rows.quantizer.format.block[1])
+        self._sizes = (*x.stride(), *x.shape)
+        self._launch: Launch | None = None
+        if x.numel() and (rows or columns):
+            self._launch = _launcher(
+                _quantize_kernel,
+                self._rows and self._rows.layout, self._columns and self._columns.layout,
+                CENTER=mean is not None, HADAMARD=self._hadamard or 0, WORDS=self._words, NATIVE_E4M3=has_e4m3(x),
+                EVEN=is_even(x, _BLOCK_M, _BLOCK_N), WIDE=is_wide(x, _BLOCK_M, _BLOCK_N), BLOCK_M=_BLOCK_M,
+                BLOCK_N=_BLOCK_N, warps=_WARPS, registers=_REGISTERS,
+            ).on(grid_of(x, _BLOCK_M, _BLOCK_N))  # fmt: skip
+
+    def __call__(
+        self, x: Tensor, seed: Tensor | None, mean: Tensor | None, patch: Patch | None
+    ) -> tuple[FP4Tensor | FP4Operand | None, FP4Tensor | FP4Operand | None]:
+        row_amax, column_amax = amax(x, self._row_scale, self._column_scale, self._hadamard, mean)
+        by_rows, by_columns, stride = None, None, 0
+        row_arguments: tuple[Tensor | int, ...] = (x, x, x, x, 0)
+        column_arguments = row_arguments
+        if self._rows is not None:
+            by_rows, row_arguments = self._rows.make(x, row_amax)
+            stride = self._rows.stride
+        if self._columns is not None:
+            by_columns, column_arguments = self._columns.make(x, column_amax)
+        if self._launch is not None:
+            self._launch(
+                x, x.view(torch.int64) if self._words else x, *self._sizes, x if mean is None else mean,
+                x if seed is None else seed, stride, *row_arguments, *column_arguments,
+            )  # fmt: skip
+        else:
+            for form in (by_rows, by_columns):
+                if isinstance(form, FP4Operand) and form.factor is not None:
+                    form.factor.zero_()
+        rows = self._forms[0]
+        if patch is not None and rows is not None and isinstance(by_rows, FP4Operand):
+            append_patch(
+                x, by_rows.values, row_amax, rows.quantizer, patch, mean=mean, seed=seed, stream=rows.stream
+            )  # fmt: skip
+        return by_rows, by_columns
+
+
+_plans = Remembered[_Plan]()
 
 
 def quantize(

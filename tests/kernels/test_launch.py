@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from lightning_fp4.kernels._launch import Launcher
+from lightning_fp4.kernels._launch import Launcher, Remembered
 
 FINISH = importlib.import_module("lightning_fp4.kernels.finish")
 
@@ -74,12 +74,12 @@ def test_what_a_compiled_kernel_may_depend_on_is_told_apart():
 
 
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(Launcher, "_MOST", 4)
+    monkeypatch.setattr(Remembered, "MOST", 4)
     kernel, launch = _launcher()
     x = torch.zeros(4)
     for n in range(40):
         launch(1, x, x, n, 1)
-    assert len(launch._ready) <= 4
+    assert len(launch._launches) <= 4
     assert [arguments[2] for _, arguments in kernel.launched] == list(range(40))
 
 

@@ -12,9 +12,11 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from lightning_fp4.kernels._launch import Remembered  # noqa: E402
+
 MODULES = {
     name: importlib.import_module(f"lightning_fp4.kernels.{name}")
-    for name in ("amax", "quantize", "dequantize", "finish", "centering", "hot_channels")
+    for name in ("amax", "quantize", "dequantize", "finish", "centering", "hot_channels", "seed")
 }
 TYPES = {
     torch.float32: "fp32",
@@ -47,6 +49,8 @@ def launches(monkeypatch):
         for check in ("check_device", "check_input"):
             if hasattr(module, check):
                 monkeypatch.setattr(module, check, lambda *_: None)
+        if hasattr(module, "_plans"):  # which hold the kernels themselves
+            monkeypatch.setattr(module, "_plans", Remembered())
     monkeypatch.setattr(MODULES["quantize"], "_BLOCK_M", 64)
     monkeypatch.setattr(MODULES["quantize"], "_BLOCK_N", 32)
     return noted
@@ -99,11 +103,13 @@ def test_training_kernels(architecture, launches, monkeypatch):
     monkeypatch.setattr(MODULES["dequantize"], "has_e4m3", lambda x: architecture >= 89)
     MODULES["dequantize"].operand(reference.quantize(torch.zeros(96, 64), RTN), fp8)
     MODULES["finish"].finish(torch.zeros(96, 64), torch.ones(1, 1), torch.ones(1, 1), torch.ones(64), torch.bfloat16)
+    MODULES["seed"].draw_seed(torch.tensor([1, 2]))
     assert [launch[0].__name__ for launch in launches] == [
         "_amax_kernel",
         "_quantize_kernel",
         "_decode_kernel",
         "_finish_kernel",
+        "_draw_kernel",
     ]
     for launch in launches:
         compiled = _compile(launch, architecture)
