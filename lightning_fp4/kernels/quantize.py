@@ -227,7 +227,7 @@ class _Output:
         """The form, still empty, and the kernel's pointers and stream for it; words stand for what it does not use."""
         layout = self.layout
         out = x.new_empty(self._out_shape, dtype=layout.dtype)
-        words = out.view(torch.int32)  # a group of neighbours fills whole words
+        words = out.view(torch.int32) if out.numel() else out  # a group of neighbours fills whole words
         maxima = words if amax is None else amax
         if layout.units is None:
             scales = x.new_empty(self._scale_shape, dtype=torch.uint8)
