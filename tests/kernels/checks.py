@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, FP4Tensor, Quantizer, kernels, reference
+from lightning_fp4 import FP4Tensor, Quantizer, kernels, reference
 from lightning_fp4.kernels import Form
 from lightning_fp4.tensor import FP4Operand, Patch
 from tests.helpers import same_bits
+from tests.kernels.cases import PARTS, Case, hot_channels
 
-RULES = [
-    ("nearest", "rne"),
-    ("nearest", "unbiased"),
-    ("nearest", "four_over_six"),
-    ("nearest", "closed"),
-    ("nearest", "closed_up"),
-    ("nearest", "closed_best"),
-    ("stochastic", "rne"),
-    ("stochastic", "unbiased"),
-    ("stochastic", "closed_up"),
-]
-QUANTIZERS = [
-    *(Quantizer(format=f, rounding=r, scale_rule=s) for f in (NVFP4, NVFP4_2D, NVFP4_ROW) for r, s in RULES),
-    Quantizer(format=MXFP4, scale_rule="unbiased"),
-    Quantizer(format=MXFP4, scale_rule="unbiased", rounding="stochastic"),
-]
 KEY, STEP = 0x7123456789ABCDEF, 2**32 - 3
-
-
-def wide(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Values over many octaves, with exact ties, a zero block, and a row of tiny values."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
-    x[:, ::7] = (x[:, ::7] * 4).round() / 4
-    x[: min(16, shape[0] // 2), : min(32, shape[1] // 2)] = 0
-    if shape[0] > 2:
-        x[2] *= 1e-6
-    return x.to(dtype)
 
 
 def seed(device: torch.device | str = "cpu") -> torch.Tensor:
@@ -66,6 +42,12 @@ def expected_form(
         return quantized
     gained = reference.patch_columns(matrix, quantized, quantizer, patch.channels.cpu(), patch.parts)
     return reference.concatenate([quantized, gained])
+
+
+def moved(form: FP4Tensor | FP4Operand, device: torch.device) -> FP4Tensor | FP4Operand:
+    """The same on another device."""
+    tensors = {name: value.to(device) for name, value in vars(form).items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(form, **tensors)
 
 
 def assert_same_form(actual: FP4Tensor | FP4Operand, expected: FP4Tensor) -> None:
@@ -118,13 +100,54 @@ def check_both(
     )
 
 
+def check_one(
+    x: torch.Tensor,
+    quantizer: Quantizer,
+    *,
+    hadamard: int | None = None,
+    transposed: bool = False,
+    units: str | None = None,
+    mean: torch.Tensor | None = None,
+    patch: Patch | None = None,
+) -> None:
+    """One form alone is that of the reference."""
+    actual = kernels.quantize(
+        x,
+        quantizer,
+        hadamard=hadamard,
+        transposed=transposed,
+        seed=seed(x.device),
+        stream=3,
+        units=units,
+        mean=mean,
+        patch=patch,
+    )
+    expected = expected_form(x, quantizer, hadamard=hadamard, transposed=transposed, stream=3, mean=mean, patch=patch)
+    assert actual.shape == (expected.shape if patch else x.T.shape if transposed else x.shape)
+    assert_same_form(actual, expected)
+
+
 def check_patch(
     x: torch.Tensor, quantizer: Quantizer, channels: torch.Tensor, units: str = "bf16", mean: torch.Tensor | None = None
 ) -> None:
     """A decoded row form with each choice of parts is that of the reference."""
-    for parts in (("residual", "value"), ("value", "residual"), ("residual",), ("value",)):
+    for parts in PARTS:
         patch = Patch(channels=channels.to(x.device), parts=parts)
-        check_both(x, quantizer, units=(units, None), mean=mean, patch=patch)
+        check_one(x, quantizer, units=units, mean=mean, patch=patch)
+
+
+def check_case(case: Case, x: torch.Tensor) -> None:
+    """What the call makes of ``x`` is what the reference makes of it."""
+    mean = reference.token_mean(x.cpu()).to(x.device) if case.centered else None
+    if case.rows is not None and case.columns is not None:
+        units, columns = (case.rows.units, case.columns.units), case.columns.quantizer
+        check_both(x, case.rows.quantizer, case.hadamard or None, units, columns, mean)
+    elif case.columns is not None:
+        quantizer, units = case.columns.quantizer, case.columns.units
+        check_one(x, quantizer, hadamard=case.hadamard or None, transposed=True, units=units, mean=mean)
+    elif case.rows is not None:
+        patch = Patch(channels=hot_channels(case, x.shape[1]).to(x.device), parts=case.parts) if case.parts else None
+        check_one(x, case.rows.quantizer, units=case.rows.units, mean=mean, patch=patch)
 
 
 def check_mean(x: torch.Tensor) -> torch.Tensor:
@@ -144,14 +167,7 @@ def check_times_matrix(mean: torch.Tensor, matrix: torch.Tensor) -> None:
 def check_decode(x: torch.Tensor, quantizer: Quantizer) -> None:
     """Decoding what the reference quantised: values in three dtypes, and the operands of a GEMM."""
     host = expected_form(x, quantizer)
-    card = FP4Tensor(
-        codes=host.codes.to(x.device),
-        scales=host.scales.view(torch.uint8).to(x.device).view(host.scales.dtype),
-        amax=None if host.amax is None else host.amax.to(x.device),
-        encoded_max=host.encoded_max,
-        format=host.format,
-        shape=host.shape,
-    )
+    card = moved(host, x.device)
     for dtype in (torch.float32, torch.float16):
         assert same_bits(kernels.dequantize(card, dtype).cpu(), reference.dequantize(host).to(dtype))
     for units in ("bf16", "fp8"):

@@ -7,18 +7,15 @@ from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, Quantizer, kernels,
 from lightning_fp4.kernels import _random
 from lightning_fp4.reference.hadamard import _SIGNS
 from lightning_fp4.tensor import Patch
+from tests.kernels.cases import DTYPES, QUANTIZERS, wide
 from tests.kernels.checks import (
-    QUANTIZERS,
     check_both,
     check_decode,
     check_mean,
     check_patch,
     check_times_matrix,
     seed,
-    wide,
 )
-
-DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 
 @pytest.mark.parametrize("index", range(len(QUANTIZERS)), ids=[str(q) for q in QUANTIZERS])

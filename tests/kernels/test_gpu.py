@@ -1,10 +1,18 @@
-"""The kernels on a GPU against the reference on the CPU, to the bit."""
+"""The kernels on a GPU against the reference on the CPU, to the bit.
+
+Nearly all of the time compiles kernels. So the calls are few and each is checked with many matrices; ``cases`` says
+which choices meet in them. Tests that use the same kernels are a group, which one process runs:
+``pytest -m gpu -n 16 --dist loadgroup tests/kernels``.
+"""
+
+import contextlib
 
 import pytest
 import torch
 
 from lightning_fp4 import FP4Tensor, Gemm, Quantizer, Recipe, get_recipe, ops, reference
 from lightning_fp4.formats import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW
+from lightning_fp4.tensor import Patch
 from tests.helpers import (
     assert_same_codes,
     exact_units,
@@ -15,29 +23,26 @@ from tests.helpers import (
     same_bits,
     unpack,
 )
+from tests.kernels.cases import BOTH, COLUMNS, DTYPES, LONGEST, PATCHED, QUANTIZERS, ROWS, matrices, wide
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
 
-if torch.cuda.is_available():
-    from lightning_fp4 import kernels
-    from lightning_fp4.kernels import Form
-    from tests.kernels.checks import (
-        QUANTIZERS,
-        check_both,
-        check_decode,
-        check_mean,
-        check_patch,
-        check_times_matrix,
-        expected_form,
-        seed,
-        wide,
-    )
-else:
-    QUANTIZERS = []
+from lightning_fp4 import kernels  # noqa: E402
+from lightning_fp4.kernels import Form  # noqa: E402
+from tests.kernels.checks import (  # noqa: E402
+    check_both,
+    check_case,
+    check_decode,
+    check_mean,
+    check_one,
+    check_times_matrix,
+    expected_form,
+    moved,
+    seed,
+)
 
 CUDA = torch.device("cuda")
-DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 GOLDENS = {
     "1d": Quantizer(format=NVFP4),
     "2d": Quantizer(format=NVFP4_2D),
@@ -48,6 +53,29 @@ GOLDENS = {
 }
 SIZES = [(64, 128, 256), (33, 17, 70), (1, 1, 1), (0, 16, 16), (16, 0, 16), (5, 3, 0), (100, 48, 1000)]
 STOCHASTIC = Quantizer(rounding="stochastic", scale_rule="unbiased")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Where many processes run these tests, the threads of the reference would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _group(name):
+    """Tests that use the same kernels, which one process compiles for all of them."""
+    return pytest.mark.xdist_group(name)
+
+
+@contextlib.contextmanager
+def _told(name):
+    """Say in a failed assertion with which matrix it failed."""
+    try:
+        yield
+    except AssertionError as failure:
+        raise AssertionError(f"with {name}: {failure}") from failure
 
 
 def test_the_kernels_are_used_unless_switched_off():
@@ -83,76 +111,71 @@ def test_goldens(name):
                 assert same_bits(kernels.dequantize(quantized).cpu(), case[f"{form}_dq"])
 
 
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("index", range(len(QUANTIZERS)), ids=[str(q) for q in QUANTIZERS])
-def test_quantize(index, aligned):
-    quantizer, block = QUANTIZERS[index], QUANTIZERS[index].format.block[1]
-    shape = (300, 352) if aligned else (301, 331)
-    check_both(wide(shape, DTYPES[index % 3]).to(CUDA), quantizer)
-    check_both(wide(shape, DTYPES[(index + 1) % 3]).to(CUDA), quantizer, hadamard=block)
+@pytest.mark.parametrize("case", [*PATCHED, *BOTH, *LONGEST, *COLUMNS, *ROWS], ids=str)
+def test_quantize(case, poison):
+    for name, x in matrices(case.layout, case.dtype).items():
+        with _told(name):
+            check_case(case, x.to(CUDA))
+    assert poison
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("units", [("fp8", None), ("fp8", "fp8"), ("bf16", "bf16")])
+SHAPES = [
+    *((tokens, 64) for tokens in (0, 1, 7, 15, 16, 17, 31, 33, 100, 127, 129)),
+    *((33, features) for features in (1, 8, 24, 172, 192, 576, 1000, 50257)),
+    *((1, 1), (1, 33)),
+]
+
+
 @pytest.mark.parametrize(
-    "quantizer", [Quantizer(), Quantizer(format=NVFP4_2D, scale_rule="closed"), STOCHASTIC], ids=str
+    ("quantizer", "hadamard"),
+    [(Quantizer(), None), (Quantizer(format=NVFP4_2D), None), (STOCHASTIC, 16), (QUANTIZERS[-1], None)],
+    ids=str,
 )
-def test_decoded_at_once(quantizer, units, dtype):
-    check_both(wide((300, 352), dtype).to(CUDA), quantizer, hadamard=16, units=units)
-
-
-@pytest.mark.parametrize("index", range(0, len(QUANTIZERS), 3))
-def test_decode(index):
-    for shape in ((300, 352), (33, 70), (1, 1), (0, 16)):
-        check_decode(wide(shape, torch.float32).to(CUDA), QUANTIZERS[index])
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 7, 15, 16, 17, 31, 33, 100, 127, 129])
-def test_tokens(tokens):
-    for quantizer in (Quantizer(), Quantizer(format=NVFP4_2D)):
-        check_both(wide((tokens, 64), torch.bfloat16).to(CUDA), quantizer)
-        check_both(wide((tokens, 64), torch.bfloat16).to(CUDA), STOCHASTIC, hadamard=16)
-
-
-@pytest.mark.parametrize("features", [1, 8, 24, 172, 192, 576, 1000, 50257])
-def test_features(features):
-    for quantizer in (Quantizer(), Quantizer(format=NVFP4_2D)):
-        check_both(wide((33, features), torch.bfloat16).to(CUDA), quantizer)
+def test_sizes(quantizer, hadamard, poison):
+    for shape in SHAPES:
+        with _told(shape):
+            check_both(wide(shape, torch.bfloat16).to(CUDA), quantizer, hadamard=hadamard)
+    assert poison
 
 
 def test_strides():
     x = torch.randn(40, 96, device=CUDA).bfloat16()
     for view in (x.T, x[:, ::2], x[1:, 3:], x[:1].expand(20, 96), x[:, 16:48], x[:, 8:40], x[:1, :1].expand(32, 64)):
         check_both(view, Quantizer())
+    check_one(x, Quantizer(), hadamard=16)  # rotated along rows
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("block_format", [NVFP4, NVFP4_ROW, NVFP4_2D, MXFP4], ids=str)
-def test_non_finite(block_format, bad):
-    for dtype in DTYPES:
-        x = torch.randn(33, 64, device=CUDA).to(dtype)
-        x[3, 5] = bad
-        for rounding in ("nearest", "stochastic"):
-            quantizer = Quantizer(format=block_format, scale_rule="unbiased", rounding=rounding)
-            check_both(x, quantizer)
-            check_both(x, quantizer, units=("bf16", "fp8"))
-        check_decode(x, Quantizer(format=block_format, scale_rule="unbiased"))
-
-
-@pytest.mark.parametrize("scale", [0.0, 2.0**-149, 1e-40, 1e-30, 1e-12, 1e4, 1e30, 3e38])
-def test_ranges(scale):
-    for quantizer in (Quantizer(), STOCHASTIC, Quantizer(format=MXFP4, scale_rule="unbiased")):
-        check_both(torch.linspace(-1, 1, 32 * 48).reshape(32, 48).to(CUDA) * scale, quantizer)
-
-
-def test_poisoned_memory(poison):
-    for shape in ((33, 70), (1, 33), (129, 48)):
-        for units in ((None, None), ("fp8", "bf16")):
-            check_both(torch.randn(shape, device=CUDA), Quantizer(format=NVFP4_2D), units=units)
-        check_decode(torch.randn(shape, device=CUDA), Quantizer())
+@pytest.mark.parametrize("quantizer", [Quantizer(), Quantizer(format=NVFP4_2D)], ids=str)
+def test_patched_sizes(quantizer, poison):
+    for shape, count in (((0, 16), 16), ((1, 1), 1), ((129, 33), 33), ((129, 33), 1), ((129, 33), 0)):
+        with _told(f"{count} of {shape}"):
+            x, patch = torch.randn(shape), Patch(channels=torch.arange(count, device=CUDA), parts=("residual", "value"))
+            check_both(x.to(CUDA), quantizer, units=("bf16", None), patch=patch)
     assert poison
 
 
+DECODED = {(q.format, q.scale_rule.encoded_max): q for q in QUANTIZERS if q.rounding.value == "nearest"}
+
+
+@pytest.mark.parametrize("quantizer", DECODED.values(), ids=str)
+def test_decode(quantizer, poison):
+    """All that decoding can tell of a quantiser is its format and the largest encoded value."""
+    for shape in ((300, 352), (33, 70), (0, 16)):
+        check_decode(wide(shape, torch.float32).to(CUDA), quantizer)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x = wide((33, 70), torch.float32)
+        x[3, 5] = bad
+        check_decode(x.to(CUDA), quantizer)
+    assert poison
+
+
+def test_decode_one_value(poison):
+    for quantizer in (Quantizer(), Quantizer(format=NVFP4_2D)):
+        check_decode(torch.randn(1, 1, device=CUDA), quantizer)
+    assert poison
+
+
+@_group("means")
 @pytest.mark.parametrize("shape", [(0, 5), (1, 7), (300, 70), (513, 3), (8, 0), (70000, 16), (4096, 1024)])
 def test_means(shape):
     for dtype in DTYPES:
@@ -161,6 +184,7 @@ def test_means(shape):
     assert not check_mean(torch.full(shape, -0.0, device=CUDA)).signbit().any()
 
 
+@_group("means times a matrix")
 @pytest.mark.parametrize("sizes", [(1, 1), (5, 300), (130, 4000), (1000, 576), (3, 0), (0, 3)])
 def test_means_times_a_matrix(sizes):
     outs, length = sizes
@@ -177,45 +201,8 @@ def test_outer_products(shape):
         assert same_bits(kernels.add_outer(product.to(CUDA), left.to(CUDA), right.to(CUDA), 37, dtype).cpu(), expected)
 
 
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("index", range(0, len(QUANTIZERS), 2), ids=[str(q) for q in QUANTIZERS[::2]])
-def test_centred(index, aligned):
-    quantizer, shape = QUANTIZERS[index], (256, 384) if aligned else (301, 331)
-    x = (wide(shape, torch.float32) + 3 * torch.randn(shape[1])).to(DTYPES[index // 2 % 3]).to(CUDA)
-    mean = check_mean(x)
-    for hadamard in (None, quantizer.format.block[1]):
-        check_both(x, quantizer, hadamard=hadamard, mean=mean)
-        check_both(x, quantizer, hadamard=hadamard, units=("fp8", "bf16"), mean=mean)
-
-
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("index", range(len(QUANTIZERS)), ids=[str(q) for q in QUANTIZERS])
-def test_patched(index, aligned):
-    quantizer, units = QUANTIZERS[index], ("bf16", "fp8")[index % 2]
-    shape = (256, 384) if aligned else (301, 331)
-    x = wide(shape, DTYPES[index % 3]).to(CUDA)
-    channels = torch.randperm(shape[1], generator=torch.Generator().manual_seed(index))
-    check_patch(x, quantizer, channels[: 96 if aligned else 37].sort().values, units)
-    check_patch(x, quantizer, channels, units, kernels.token_mean(x))  # all of them, in any order
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
-@pytest.mark.parametrize("block_format", [NVFP4, NVFP4_ROW, NVFP4_2D, MXFP4], ids=str)
-def test_patched_non_finite(block_format, bad):
-    x = torch.randn(33, 70) * (bad != 0)
-    x[3, 5] = bad
-    check_patch(x.to(CUDA), Quantizer(format=block_format, scale_rule="unbiased"), torch.arange(0, 70, 3))
-
-
-@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (129, 33)])
-def test_patched_sizes(shape, poison):
-    for quantizer in (Quantizer(), Quantizer(format=NVFP4_2D)):
-        for count in {0, 1, shape[1]}:
-            check_patch(torch.randn(shape, device=CUDA), quantizer, torch.arange(count))
-    assert poison
-
-
 @pytest.mark.slow
+@pytest.mark.large
 def test_more_than_two_to_the_31_elements():
     rows, columns = 524304, 4104
     x = torch.empty(rows, columns, dtype=torch.bfloat16, device=CUDA)
@@ -250,29 +237,57 @@ def test_more_than_two_to_the_31_elements():
     assert 0.05 < relative_error(decoded, ends[16:]) < 0.25
 
 
+@pytest.mark.slow
+@pytest.mark.large
+def test_rows_so_long_that_offsets_within_a_tile_exceed_32_bits():
+    """All is zero but the first and the last two blocks of each row, which are those of a small matrix."""
+    tokens, features = 33, 2**31 // 31 + 20
+    assert features % 16 == 6
+    ends = wide((tokens, 32 + 22), torch.bfloat16)
+    x = torch.zeros(tokens, features, dtype=torch.bfloat16, device=CUDA)
+    x[:, :32], x[:, -22:] = ends[:, :32].to(CUDA), ends[:, 32:].to(CUDA)
+
+    def of_ends(long, last):
+        return torch.cat([part.cpu().float() for part in (long[:, :32], long[:, -last:])], 1)
+
+    mean, expected_mean = kernels.token_mean(x), reference.token_mean(ends)
+    assert same_bits(of_ends(mean, 22), expected_mean)
+    hot, parts = torch.tensor([0, 5, 31, 32, 53]), ("residual", "value")
+    patch = Patch(channels=(hot + (hot >= 32) * (features - 54)).to(CUDA), parts=parts)
+    by_rows, by_columns = kernels.quantize_both(
+        x, Form(quantizer=Quantizer(), units="fp8", patch=patch), Form(quantizer=Quantizer()), hadamard=16, mean=mean
+    )
+    expected = expected_form(ends, Quantizer(), mean=expected_mean, patch=Patch(channels=hot, parts=parts))
+    expected = reference.operand(expected, "fp8")
+    assert same_bits(of_ends(by_rows.values, 32 + 2 * 16), expected.values.float())
+    assert same_bits(by_rows.factor.cpu(), expected.factor)
+    expected = expected_form(ends, Quantizer(), hadamard=16, transposed=True, mean=expected_mean)
+    assert torch.equal(of_ends(by_columns.codes.T, 22), expected.codes.T.float())
+    assert same_bits(of_ends(by_columns.scales.T, 22), expected.scales.T.float())
+    assert same_bits(by_columns.amax.cpu(), expected.amax)
+
+
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_on_bf16_units(sizes, dtype):
-    m, n, k = sizes
-    a, b = wide((m, k), torch.float32), wide((n, k), torch.float32, 1)
-    bias = torch.randn(n)
-    for f, g in ((NVFP4, NVFP4_2D), (NVFP4_ROW, NVFP4), (MXFP4, MXFP4)):
-        rule = "unbiased"
-        lhs, rhs = (Quantizer(format=h, scale_rule=rule) for h in (f, g))
-        left, right = reference.dequantize(expected_form(a, lhs)), reference.dequantize(expected_form(b, rhs))
+@pytest.mark.parametrize("formats", [(NVFP4, NVFP4_2D), (NVFP4_ROW, NVFP4), (MXFP4, MXFP4)], ids=str)
+def test_products_on_bf16_units(formats):
+    for m, n, k in SIZES:
+        a, b, bias = wide((m, k), torch.float32), wide((n, k), torch.float32, 1), torch.randn(n)
+        lhs, rhs = (
+            expected_form(x, Quantizer(format=f, scale_rule="unbiased")) for x, f in zip((a, b), formats, strict=True)
+        )
+        left, right = reference.dequantize(lhs), reference.dequantize(rhs)
         expected = left.double() @ right.double().T + bias.double()
         bound = (k + 4) * 2**-24 * (left.abs().double() @ right.abs().double().T) + 1e-6
-        for units in ("bf16", None):
-            out = ops.gemm(
-                ops.quantize(a.to(CUDA), lhs, units=units), ops.quantize(b.to(CUDA), rhs), bias.to(CUDA), dtype
-            )
-            rounding = torch.finfo(dtype).eps * (expected.abs() + bound)
-            assert ((out.cpu().double() - expected).abs() <= bound + rounding).all()
+        for operand in (lhs, reference.operand(lhs, "bf16")):  # packed, or decoded when it was quantised
+            for dtype in (torch.float32, torch.bfloat16):
+                out = ops.gemm(moved(operand, CUDA), moved(rhs, CUDA), bias.to(CUDA), dtype)
+                rounding = torch.finfo(dtype).eps * (expected.abs() + bound)
+                assert ((out.cpu().double() - expected).abs() <= bound + rounding).all()
 
 
+@_group("products on FP8 units")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("rule", ["closed", "closed_up", "closed_best", "rne", "four_over_six"])
 def test_products_on_fp8_units(sizes, rule):
@@ -281,9 +296,10 @@ def test_products_on_fp8_units(sizes, rule):
     m, n, k = sizes
     a, b = torch.randn(m, k), torch.randn(n, k)
     lhs, rhs = Quantizer(scale_rule=rule), Quantizer(format=NVFP4_2D, scale_rule=rule)
-    host = [reference.operand(expected_form(x, q), "fp8") for x, q in ((a, lhs), (b, rhs))]
+    packed = [expected_form(x, q) for x, q in ((a, lhs), (b, rhs))]
+    host = [reference.operand(form, "fp8") for form in packed]
     expected = reference.multiply(*host)
-    card = [ops.quantize(x.to(CUDA), q, units="fp8") for x, q in ((a, lhs), (b, rhs))]
+    card = [moved(operand, CUDA) for operand in host]
     for bias in (None, torch.randn(n)):
         for dtype in (torch.float32, torch.bfloat16):
             for bias_dtype in (torch.float32, torch.bfloat16):
@@ -297,7 +313,7 @@ def test_products_on_fp8_units(sizes, rule):
                 scale = scale * (host[0].factor * host[1].factor.T) + wanted.abs()
                 assert ((out.cpu().float() - wanted).abs() <= tolerance * scale + 1e-7).all()
     if lhs.scale_rule.is_closed and m * n * k:
-        left, right = (reference.dequantize(expected_form(x, q)).double() for x, q in ((a, lhs), (b, rhs)))
+        left, right = (reference.dequantize(form).double() for form in packed)
         assert relative_error(expected, left @ right.T) < 1e-6
 
 
@@ -333,12 +349,12 @@ def test_layer_matches_the_cpu(sizes):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("averis", {}),
-        ("averis", {"mean": "fp4"}),
-        ("chon", {"mode": "single"}),
-        ("chon", {"mode": "dual"}),
-        ("chon", {"mode": "high_precision"}),
-        ("chon", {"averis": True}),
+        pytest.param("averis", {}, marks=_group("averis")),
+        pytest.param("averis", {"mean": "fp4"}, marks=_group("averis")),
+        pytest.param("chon", {"mode": "single"}, marks=_group("chon")),
+        pytest.param("chon", {"averis": True}, marks=_group("chon")),
+        pytest.param("chon", {"mode": "dual"}, marks=_group("chon, two patches")),
+        pytest.param("chon", {"mode": "high_precision"}, marks=_group("chon, two patches")),
     ],
     ids=str,
 )
@@ -363,8 +379,19 @@ def test_centred_and_patched_layers_match_the_cpu(name, options, units):
     assert relative_error(found["cuda"]["db"], found["cpu"]["db"]) < 1e-5
 
 
-@pytest.mark.parametrize("units", ["auto", "fp8"])
-@pytest.mark.parametrize("options", [{}, {"forward_scale": "closed", "gradient_scale": "closed_up"}], ids=str)
+CLOSED = {"forward_scale": "closed", "gradient_scale": "closed_up"}
+
+
+@pytest.mark.parametrize(
+    ("units", "options"),
+    [
+        pytest.param("auto", {}, marks=_group("layers on bf16 units")),
+        pytest.param("fp8", {}, marks=_group("layers on fp8 units")),
+        pytest.param("auto", CLOSED, marks=_group("closed layers")),
+        pytest.param("fp8", CLOSED, marks=_group("closed layers")),
+    ],
+    ids=str,
+)
 def test_layer_error_is_that_of_four_bits(units, options):
     layer = fp4_linear_layer(256, 128, _recipe(units, **options), device=CUDA, dtype=torch.bfloat16)
     x, grad = torch.randn(512, 256, device=CUDA).bfloat16(), torch.randn(512, 128, device=CUDA).bfloat16()
@@ -380,7 +407,9 @@ def test_layer_error_is_that_of_four_bits(units, options):
     assert layer.fp4_gemm_paths == {"fprop": path, "dgrad": path, "wgrad": path}
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "averis", "chon"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("nvfp4", marks=_group("layers on fp8 units")), "averis", "chon"], ids=str
+)
 def test_no_host_sync(name):
     layer = fp4_linear_layer(256, 128, get_recipe(name, units="fp8"), device=CUDA, dtype=torch.bfloat16)
     x = torch.randn(64, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
@@ -392,7 +421,9 @@ def test_no_host_sync(name):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("units", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "units", [pytest.param(units, marks=_group(f"layers on {units} units")) for units in ("bf16", "fp8")]
+)
 def test_graph_replays_draw_fresh_bits(units):
     layer = fp4_linear_layer(256, 128, _recipe(units), device=CUDA, dtype=torch.bfloat16, bias=False)
     x = torch.randn(64, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
