@@ -37,6 +37,7 @@ class LayerChoice:
     Args:
         name: clean qualified name.
         module: the layer.
+        shape: ``(out_features, in_features)`` of the whole layer; ``(0, 0)`` for a lazy one.
         reason: why it stays in high precision, ``None`` if it runs in FP4.
         recipe: what it uses in place of the model's recipe by one of that recipe's rules, ``None`` if none applies.
         rule: the reason that this rule gives.
@@ -44,6 +45,7 @@ class LayerChoice:
 
     name: str
     module: nn.Module
+    shape: tuple[int, int]
     reason: str | None
     recipe: Recipe | None = None
     rule: str | None = None
@@ -51,8 +53,7 @@ class LayerChoice:
     @property
     def size(self) -> int:
         """Number of weights, which is also its FLOPs per token divided by six."""
-        weight: Any = self.module.weight
-        return 0 if isinstance(weight, nn.parameter.UninitializedParameter) else weight.numel()
+        return self.shape[0] * self.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ class ConversionReport:
             converted.append(
                 {
                     "name": choice.name,
-                    "shape": _shape(module),
+                    "shape": choice.shape,
                     "recipe": recipe,
                     "gemm_paths": gemms,
                     "ran": bool(gemms),
@@ -130,7 +131,7 @@ class ConversionReport:
         return {
             "recipe": self.recipe,
             "converted": converted,
-            "kept": [{"name": c.name, "shape": _shape(c.module), "reason": c.reason} for c in self.kept],
+            "kept": [{"name": c.name, "shape": c.shape, "reason": c.reason} for c in self.kept],
             "flops_share": self.flops_share,
             "gemm_paths": dict(paths),
             "block_stacks": [{"name": s.name, "length": s.length, "block": s.block} for s in self.stacks],
@@ -215,6 +216,7 @@ def plan_conversion(
             LayerChoice(
                 name=name,
                 module=module,
+                shape=_shape(module),
                 reason=reason,
                 recipe=rule.recipe if rule is not None else None,
                 rule=rule.reason if rule is not None and ruled else None,
@@ -463,11 +465,14 @@ def _warnings(
 
 def _shape(module: nn.Module) -> tuple[int, int]:
     """``(out_features, in_features)``."""
-    if isinstance(module.weight, nn.parameter.UninitializedParameter):
+    layer: Any = module
+    is_plain = isinstance(layer, nn.Linear)
+    if isinstance(layer.weight, nn.parameter.UninitializedParameter):
         return (0, 0)
-    weight: Any = module.weight
-    rows, columns = weight.shape
-    return (columns, rows) if not isinstance(module, nn.Linear) else (rows, columns)
+    if layer.weight.ndim != 2:  # FSDP1 keeps a flat shard between steps
+        return (layer.out_features, layer.in_features) if is_plain else (layer.nf, layer.nx)
+    rows, columns = layer.weight.shape
+    return (rows, columns) if is_plain else (columns, rows)
 
 
 def abbreviate(names: list[str], most: int = 3) -> str:

@@ -622,6 +622,17 @@ def test_report_is_plain_data():
     assert pickle.loads(pickle.dumps(data)) == data
 
 
+def test_shapes_of_flat_weights():
+    """FSDP1 keeps shards between steps, and a second fit plans again."""
+    conv1d = type("Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils"})()
+    conv1d.nf, conv1d.nx, conv1d.weight = 48, 16, nn.Parameter(torch.zeros(0))
+    model = nn.Sequential(convert_to_fp4(nn.Linear(16, 32)), conv1d)
+    model[0].weight = nn.Parameter(torch.zeros(256))
+    report = plan_conversion(model)
+    assert [choice.shape for choice in report.choices] == [(32, 16), (48, 16)]
+    assert [choice.size for choice in report.choices] == [512, 768]
+
+
 def test_report_says_what_really_ran():
     model = convert_to_fp4(TinyModel(), ALL)
     report = plan_conversion(model, ALL)
