@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 from torch import nn
 
+from lightning_fp4 import matmul
 from lightning_fp4.blocks import BlockStack, block_count, find_block_stacks, is_linear
 from lightning_fp4.linear import FP4Layer, fp4_class, is_conv1d, new_rng_state, original_class
 from lightning_fp4.naming import Role, clean_name, is_linear_attention, matches, role_of
@@ -28,6 +29,17 @@ Layers = Literal["all", "mlp", "mlp+attention_output"]
 _HEAD_NAMES = {"lm_head", "embed_out", "output_projection", "unembed", "output", "head", "score", "classifier"}
 _ADAPTER_PREFIX = "lora_"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SMALL = "smaller than min_features="
+
+BREAK_EVEN_FEATURES = 2048
+"""Where FP4 on FP8 units is as fast as BF16: a layer whose smaller side is below this is faster in BF16.
+
+Measured by ``benchmarks/linear.py`` (``benchmarks/results/linear.json``) on an H200: one linear layer, forward and
+backward, 16384 tokens, ``nvfp4`` with ``units="fp8"``. Speed over BF16's: 0.99 for 2048 x 2048, 1.36 for 4096 x 4096,
+1.49 for 4096 x 14336. What FP8 units save grows with the product of both sides, what quantising costs with their sum,
+so smaller layers lose more. Recipes that do more (``chon``: 0.88 for 2048 x 2048) break even later. On BF16 units (0.60
+to 0.87) no size is faster.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +49,7 @@ class LayerChoice:
     Args:
         name: clean qualified name.
         module: the layer.
+        shape: ``(out_features, in_features)`` of the whole layer; ``(0, 0)`` for a lazy one.
         reason: why it stays in high precision, ``None`` if it runs in FP4.
         recipe: what it uses in place of the model's recipe by one of that recipe's rules, ``None`` if none applies.
         rule: the reason that this rule gives.
@@ -44,6 +57,7 @@ class LayerChoice:
 
     name: str
     module: nn.Module
+    shape: tuple[int, int]
     reason: str | None
     recipe: Recipe | None = None
     rule: str | None = None
@@ -51,8 +65,12 @@ class LayerChoice:
     @property
     def size(self) -> int:
         """Number of weights, which is also its FLOPs per token divided by six."""
-        weight: Any = self.module.weight
-        return 0 if isinstance(weight, nn.parameter.UninitializedParameter) else weight.numel()
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def features(self) -> int:
+        """The smaller of ``in_features`` and ``out_features``."""
+        return min(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +78,20 @@ class ConversionReport:
     """What runs in FP4 and what does not, with reasons.
 
     Args:
-        recipe: name of the recipe.
+        recipe: of the model.
         choices: one entry for every linear layer of the model.
         stacks: the lists of transformer blocks that were found.
         warnings: what the user should know, each a sentence.
+        device: where the layers will run, ``None`` for where their weights are.
+        base_dtype: what the layers that stay in high precision compute in.
     """
 
-    recipe: str
+    recipe: Recipe
     choices: tuple[LayerChoice, ...]
     stacks: tuple[BlockStack, ...]
     warnings: tuple[str, ...]
+    device: torch.device | None = None
+    base_dtype: torch.dtype = torch.bfloat16
 
     @property
     def converted(self) -> list[LayerChoice]:
@@ -85,6 +107,33 @@ class ConversionReport:
     def flops_share(self) -> float:
         """Share of the linear layers' FLOPs that runs in FP4, 0 to 1."""
         return sum(c.size for c in self.converted) / max(1, sum(c.size for c in self.choices))
+
+    @property
+    def faster_in_bf16(self) -> list[LayerChoice]:
+        """Layers that run in FP4, on a GPU's FP8 units, though too small to gain speed: ``BREAK_EVEN_FEATURES``."""
+        return [
+            choice
+            for choice in self.converted
+            if self.base_dtype is torch.bfloat16
+            and choice.features < BREAK_EVEN_FEATURES
+            and _multiplies_on_fp8(self._recipe_of(choice), self.device or _device(choice.module))
+        ]
+
+    @property
+    def recommendations(self) -> tuple[str, ...]:
+        """What would make the run faster, each a sentence."""
+        names = [choice.name for choice in self.faster_in_bf16]
+        if not names:
+            return ()
+        layers = "layer has" if len(names) == 1 else "layers have"
+        return (
+            f"{len(names)} {layers} fewer than {BREAK_EVEN_FEATURES} features, where BF16 is faster on this device and "
+            f"FP4 only saves memory: `min_features={BREAK_EVEN_FEATURES}` keeps {abbreviate(names)} in BF16.",
+        )
+
+    def _recipe_of(self, choice: LayerChoice) -> Recipe:
+        module = choice.module
+        return module.fp4_recipe if isinstance(module, FP4Layer) else choice.recipe or self.recipe
 
     def summary(self) -> str:
         """One line for a log."""
@@ -104,37 +153,40 @@ class ConversionReport:
             text += f". By rule: {'; '.join(f'{abbreviate(group)} ({rule})' for rule, group in ruled.items())}"
         if self.stacks:
             text += f". Transformer blocks: {', '.join(map(str, self.stacks))}"
-        return text
+        return ". ".join([text, *(sentence.removesuffix(".") for sentence in self.recommendations)])
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain data; ``gemm_paths`` counts the layers by the units that ran their GEMMs so far."""
         paths: dict[str, int] = defaultdict(int)
         converted = []
+        slow = {choice.name for choice in self.faster_in_bf16}
         for choice in self.converted:
             module = choice.module
             gemms = dict(getattr(module, "fp4_gemm_paths", {}))
             for gemm, path in gemms.items():
                 paths[f"{gemm}:{path}"] += 1
-            recipe = module.fp4_recipe.name if isinstance(module, FP4Layer) else self.recipe
             rule = {} if choice.rule is None else {"rule": choice.rule}
+            recommended = {"recommended": "bf16"} if choice.name in slow else {}
             converted.append(
                 {
                     "name": choice.name,
-                    "shape": _shape(module),
-                    "recipe": recipe,
+                    "shape": choice.shape,
+                    "recipe": self._recipe_of(choice).name,
                     "gemm_paths": gemms,
                     "ran": bool(gemms),
                     **rule,
+                    **recommended,
                 }
             )
         return {
-            "recipe": self.recipe,
+            "recipe": self.recipe.name,
             "converted": converted,
-            "kept": [{"name": c.name, "shape": _shape(c.module), "reason": c.reason} for c in self.kept],
+            "kept": [{"name": c.name, "shape": c.shape, "reason": c.reason} for c in self.kept],
             "flops_share": self.flops_share,
             "gemm_paths": dict(paths),
             "block_stacks": [{"name": s.name, "length": s.length, "block": s.block} for s in self.stacks],
             "warnings": list(self.warnings),
+            "recommendations": list(self.recommendations),
         }
 
 
@@ -148,6 +200,7 @@ def plan_conversion(
     first_blocks: int | float | None = None,
     last_blocks: int | float | None = None,
     lora_adapters: bool = False,
+    min_features: int | None = None,
 ) -> ConversionReport:
     """Decide which linear layers would run in FP4, and change nothing.
 
@@ -164,6 +217,7 @@ def plan_conversion(
         raise TypeError(
             f"`ignore_modules={ignore_modules!r}` must be a collection of names, for example [{ignore_modules!r}]."
         )
+    _check_min_features(min_features)
     found = [(clean_name(name), module) for name, module in model.named_modules() if is_linear(module)]
     stacks = find_block_stacks(model)
     shared, vocabulary = _embedding_owners(model), _vocabulary_sizes(model)
@@ -198,6 +252,7 @@ def plan_conversion(
 
     choices = []
     for name, module in found:
+        shape = _shape(module)
         reason: str | None
         if isinstance(module, FP4Layer):
             reason = None
@@ -209,19 +264,22 @@ def plan_conversion(
                 reason = None if filter_fn(module, name) else "filter_fn"
             elif reason is None:
                 reason = default_reason(name, module)
+            if reason is None and min(shape) < (min_features or 0):
+                reason = f"{_SMALL}{min_features}"
         rule = find_rule(name) if reason is None else None
         ruled = rule is not None and rule.recipe is not None
         choices.append(
             LayerChoice(
                 name=name,
                 module=module,
+                shape=shape,
                 reason=reason,
                 recipe=rule.recipe if rule is not None else None,
                 rule=rule.reason if rule is not None and ruled else None,
             )
         )
     report = ConversionReport(
-        recipe=recipe.name,
+        recipe=recipe,
         choices=tuple(choices),
         stacks=tuple(stacks),
         warnings=tuple(_warnings(model, recipe, found, choices, ignore_modules)),
@@ -245,6 +303,7 @@ def convert_to_fp4(
     first_blocks: int | float | None = None,
     last_blocks: int | float | None = None,
     lora_adapters: bool = False,
+    min_features: int | None = None,
     seed: int | None = None,
 ) -> nn.Module:
     """Make the linear layers of ``model`` compute in four bits, in place.
@@ -260,18 +319,22 @@ def convert_to_fp4(
             from its first training batch, on every rank by itself; the Trainer's plugin and callbacks do more.
         layers: within blocks, ``"all"``, only the ``"mlp"``, or ``"mlp+attention_output"``.
         ignore_modules: names to keep in high precision, each with all below it; a name may start at any dot.
-        filter_fn: ``filter_fn(module, name)`` alone decides (after ``ignore_modules``) which layers to convert.
+        filter_fn: ``filter_fn(module, name)`` alone decides (but for ``ignore_modules`` and ``min_features``) which
+            layers to convert.
         first_blocks: count or fraction of blocks to keep, in place of the recipe's.
         last_blocks: count or fraction of blocks to keep, in place of the recipe's.
         lora_adapters: convert LoRA adapters too.
+        min_features: keep layers whose smaller side, of ``in_features`` and ``out_features``, is below this; by default
+            none. On an H200's FP8 units, FP4 was measured to break even with BF16 at 2048; the log names the layers
+            below that.
         seed: of stochastic rounding, ``torch.initial_seed()`` if not given; ranks and layers draw different bits.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        ValueError: for an unknown recipe or option.
-        TypeError: if the model has no linear layer that could be converted.
+        ValueError: for an unknown recipe or option, or a negative ``min_features``.
+        TypeError: if the model has no linear layer that could be converted, or for a ``min_features`` that is no int.
 
     Example::
 
@@ -286,13 +349,14 @@ def convert_to_fp4(
         first_blocks=first_blocks,
         last_blocks=last_blocks,
         lora_adapters=lora_adapters,
+        min_features=min_features,
     )
     already = len(fp4_layers(model))
     apply_plan(report, get_recipe(recipe), seed)
     if _rank() == 0:
         if already:
-            log.info("%s: %d layers were FP4 already and keep their recipe.", report.recipe, already)
-        log.info("%s: %s", report.recipe, report.summary())
+            log.info("%s: %d layers were FP4 already and keep their recipe.", report.recipe.name, already)
+        log.info("%s: %s", report.recipe.name, report.summary())
         for message in report.warnings:
             warnings.warn(message, stacklevel=2)
     return model
@@ -370,6 +434,27 @@ def use_recipe(model: nn.Module, recipe: str | Recipe | Mapping[str, Any]) -> It
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def _check_min_features(min_features: object) -> None:
+    remedy = f"Give a whole number of features, such as {BREAK_EVEN_FEATURES}, or None to convert layers of any size."
+    if min_features is None:
+        return
+    if not isinstance(min_features, int) or isinstance(min_features, bool):
+        raise TypeError(f"`min_features={min_features!r}` is of type {type(min_features).__name__}. {remedy}")
+    if min_features < 0:
+        raise ValueError(f"`min_features={min_features!r}` is negative, and no layer is that small. {remedy}")
+
+
+def _multiplies_on_fp8(recipe: Recipe, device: torch.device) -> bool:
+    """Whether this device is a GPU whose FP8 units multiply in every FP4 GEMM of the recipe."""
+    if device.type != "cuda":
+        return False
+    try:
+        units = {matmul.units_of(gemm, device) for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)}
+    except ValueError:  # units that the device lacks, of which the first forward will say so
+        return False
+    return units - {None} == {"fp8"}
 
 
 def _obstacle(module: nn.Module) -> str | None:
@@ -450,6 +535,9 @@ def _warnings(
             kept += " Give a smaller `first_blocks` or `last_blocks` than the recipe's."
         if any(rule.reason in reasons for rule in recipe.rules):
             kept += " Take a recipe without these rules: for `chon`, `{'name': 'chon', 'post_qk_protection': False}`."
+        small = [choice.features for choice in choices if str(choice.reason).startswith(_SMALL)]
+        if small:
+            kept += f" Give a `min_features` of at most {max(small)}."
         yield kept
     if (
         any(isinstance(m, nn.TransformerEncoderLayer) for m in model.modules())
@@ -463,11 +551,19 @@ def _warnings(
 
 def _shape(module: nn.Module) -> tuple[int, int]:
     """``(out_features, in_features)``."""
-    if isinstance(module.weight, nn.parameter.UninitializedParameter):
+    layer: Any = module
+    is_plain = isinstance(layer, nn.Linear)
+    if isinstance(layer.weight, nn.parameter.UninitializedParameter):
         return (0, 0)
+    if layer.weight.ndim != 2:  # FSDP1 keeps a flat shard between steps
+        return (layer.out_features, layer.in_features) if is_plain else (layer.nf, layer.nx)
+    rows, columns = layer.weight.shape
+    return (rows, columns) if is_plain else (columns, rows)
+
+
+def _device(module: nn.Module) -> torch.device:
     weight: Any = module.weight
-    rows, columns = weight.shape
-    return (columns, rows) if not isinstance(module, nn.Linear) else (rows, columns)
+    return weight.device
 
 
 def abbreviate(names: list[str], most: int = 3) -> str:

@@ -17,7 +17,8 @@ class FP4Precision(FP4Plugin, FSDPPrecision):
     """Compute linear layers in four bits under Fabric: ``Fabric(plugins=[FP4Precision()])``.
 
     ``fabric.setup(model, optimizer)`` converts the model in place; the optimizer may be made before or after. Arguments
-    and errors are those of ``lightning_fp4.FP4Precision``, without ``eval_precision`` and ``reuse_weights``. To resume
+    and errors are those of ``lightning_fp4.FP4Precision``, without ``eval_precision`` and ``reuse_weights``. The model
+    moves to its device after that, so the log line lacks what depends on the device; ``report()`` has it. To resume
     with the same random bits add the plugin to what you save::
 
         state = {"model": model, "optimizer": optimizer, "precision": fabric.strategy.precision}

@@ -41,6 +41,7 @@ class FP4Plugin:
         first_blocks: int | float | None = None,
         last_blocks: int | float | None = None,
         lora_adapters: bool = False,
+        min_features: int | None = None,
         seed: int | None = None,
     ) -> None:
         name = type(self).__name__
@@ -62,6 +63,7 @@ class FP4Plugin:
             "first_blocks": first_blocks,
             "last_blocks": last_blocks,
             "lora_adapters": lora_adapters,
+            "min_features": min_features,
         }
         # Wrong arguments fail here already, not when the job starts.
         anything = nn.Linear(16, 16, device="meta", dtype=torch.float32)
@@ -88,7 +90,9 @@ class FP4Plugin:
         self._device = device
         self._cast(module)
         already = sum(isinstance(m, FP4Layer) for m in module.modules())
+        base_dtype = torch.float32 if self.precision == "32-true" else torch.bfloat16
         report = plan_conversion(module, self.recipe, **self.choice)
+        report = dataclasses.replace(report, device=device, base_dtype=base_dtype)
         if position:  # names, and so random streams and keys of the state, differ between the models of one Fabric
             choices = (dataclasses.replace(choice, name=f"{position}.{choice.name}") for choice in report.choices)
             report = dataclasses.replace(report, choices=tuple(choices))
@@ -100,11 +104,13 @@ class FP4Plugin:
         if already:
             rank_zero_info(f"{self!r}: {already} layers were FP4 already and keep their recipe.")
             ignored = [c.name for c in report.converted if matches(c.name, self.choice["ignore_modules"])]
-            if ignored:
-                rank_zero_warn(
-                    f"{self!r}: {abbreviate(ignored)} stay FP4 in spite of `ignore_modules`, because they were "
-                    "converted before. Call `revert_from_fp4(model)` first."
-                )
+            small = [c.name for c in report.converted if c.features < (self.choice["min_features"] or 0)]
+            for argument, names in (("ignore_modules", ignored), ("min_features", small)):
+                if names:
+                    rank_zero_warn(
+                        f"{self!r}: {abbreviate(names)} stay FP4 in spite of `{argument}`, because they were converted "
+                        "before. Call `revert_from_fp4(model)` first."
+                    )
         where = "" if device is None else f". {_how_it_runs(self.recipe, device)}"
         rank_zero_info(f"{self!r}: {report.summary()}{where}")
         for message in report.warnings:
@@ -136,8 +142,9 @@ class FP4Plugin:
 
         Returns:
             ``recipe``; ``converted``: name, shape ``(out, in)``, recipe, ``gemm_paths`` that really ran and ``ran`` of
-            each FP4 layer; ``kept``: name, shape and reason; ``flops_share`` of the linear layers, 0 to 1;
-            ``gemm_paths``: number of layers by GEMM and units; ``block_stacks``; ``warnings``.
+            each FP4 layer, and ``recommended: "bf16"`` if it is too small to be faster in FP4; ``kept``: name, shape
+            and reason; ``flops_share`` of the linear layers, 0 to 1; ``gemm_paths``: number of layers by GEMM and
+            units; ``block_stacks``; ``warnings``; ``recommendations``: sentences about speed.
 
         Raises:
             RuntimeError: before a model was converted.
@@ -147,8 +154,8 @@ class FP4Plugin:
                 f"{self!r} has not converted a model yet: `report()` works once fitting or setup has begun."
             )
         reports = [report for _, report in self._converted]
-        return ConversionReport(
-            recipe=self.recipe.name,
+        return dataclasses.replace(
+            reports[-1],
             choices=tuple(choice for report in reports for choice in report.choices),
             stacks=tuple(stack for report in reports for stack in report.stacks),
             warnings=tuple(warning for report in reports for warning in report.warnings),

@@ -1,6 +1,7 @@
 """Conversion: what stays, what is chosen, what is said."""
 
 import copy
+import dataclasses
 import logging
 import pickle
 import warnings
@@ -11,6 +12,7 @@ from torch import nn
 
 from lightning_fp4 import (
     FP4Linear,
+    LayerRule,
     convert_to_fp4,
     fp4_layers,
     get_recipe,
@@ -19,6 +21,7 @@ from lightning_fp4 import (
     set_recipe,
     use_recipe,
 )
+from lightning_fp4.convert import BREAK_EVEN_FEATURES
 from tests.helpers import RTN, Block, TinyModel, assert_same_run, relative_error, run, same_bits, without_blocks
 
 ALL = without_blocks(RTN)
@@ -282,6 +285,208 @@ def test_filter_fn_alone_decides_after_ignore_modules():
     assert _names(model) == {"lm_head", "layers.1.mlp.up_proj"}
     assert not any(name.startswith("layers.0") for name in seen)
     assert len(seen) == len(IN_BLOCK) + 1
+
+
+# ---- layers that are too small ---------------------------------------------------------------------------------------
+
+
+class Sizes(nn.Module):
+    """A block like a modern one: fused projections, grouped keys, experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(48, 3 * 48)
+        self.key = nn.Linear(48, 24)
+        self.gate_up = nn.Linear(48, 128)
+        self.experts = nn.ModuleList(nn.Linear(*sizes) for sizes in ((48, 16), (16, 48)))
+
+
+SMALL_SIDES = {"qkv": 48, "key": 24, "gate_up": 48, "experts.0": 16, "experts.1": 16}
+
+
+@pytest.mark.parametrize("least", [None, 0, 1, 16, 17, 24, 25, 48])
+def test_min_features_is_about_the_smaller_side(least):
+    model = Sizes()
+    kept = _kept(model, RTN, min_features=least)
+    assert kept == {n: f"smaller than min_features={least}" for n, side in SMALL_SIDES.items() if side < (least or 0)}
+    convert_to_fp4(model, RTN, min_features=least)
+    assert _names(model) == set(SMALL_SIDES) - set(kept)
+    assert all(type(model.get_submodule(name)) is nn.Linear for name in kept)
+
+
+@pytest.mark.parametrize(("least", "converted"), [(32, 1), (33, 0)])
+def test_min_features_of_a_transposed_weight(least, converted):
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D
+
+    model = nn.ModuleList([Conv1D(96, 32), Conv1D(16, 96), nn.Linear(64, 64)])
+    convert_to_fp4(model, RTN, min_features=least)
+    assert len(_names(model)) == 1 + converted
+    assert ("0" in _names(model)) is bool(converted)
+
+
+def test_min_features_beside_the_other_choices():
+    """It keeps more, never fewer, and the reasons of the others come first."""
+    model = TinyModel(blocks=4, tied=False)
+    wide = {f"layers.{i}.mlp.{n}" for i in range(4) for n in ("up_proj", "down_proj")}
+    for name in wide:
+        old = model.get_submodule(name)
+        parent = model.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], nn.Linear(2 * old.in_features, 2 * old.out_features))
+    rule = LayerRule(reason="stays", patterns=[r"0\.self_attn\.q"])
+    other = LayerRule(reason="other recipe", patterns=[r"layers\.[01]\.mlp", "k_proj"], recipe=get_recipe("mxfp4"))
+    recipe = dataclasses.replace(RTN, rules=(rule, other))
+    report = plan_conversion(model, recipe, ignore_modules=["layers.2"], last_blocks=1, min_features=33)
+    kept = {choice.name: choice.reason for choice in report.kept}
+    small = "smaller than min_features=33"
+    assert kept == {
+        **{f"layers.{i}.{n}": small for i in (0, 1) for n in IN_BLOCK if "attn" in n},
+        "layers.0.self_attn.q_proj": "stays",
+        **{f"layers.2.{n}": "ignore_modules" for n in IN_BLOCK},
+        **{f"layers.3.{n}": "last 1 of 4 blocks" for n in IN_BLOCK},
+        "lm_head": "output head",
+    }
+    assert {choice.name: choice.rule for choice in report.converted} == {
+        name: "other recipe" for name in wide if name[7] in "01"
+    }
+    chosen = _kept(model, recipe, filter_fn=lambda module, name: name.endswith(("q_proj", "up_proj")), min_features=33)
+    assert {n for n, reason in chosen.items() if reason == small} == {f"layers.{i}.self_attn.q_proj" for i in range(4)}
+    assert {name for name in wide if name not in chosen} == {f"layers.{i}.mlp.up_proj" for i in range(4)}
+    assert set(_kept(model, recipe, layers="mlp", last_blocks=0, min_features=33)) == set(
+        _kept(model, recipe, layers="mlp", last_blocks=0)
+    )
+
+
+def test_fp4_layers_stay_in_spite_of_min_features():
+    model = convert_to_fp4(Sizes(), RTN)
+    convert_to_fp4(model, RTN, min_features=48)
+    assert _names(model) == set(SMALL_SIDES)
+
+
+def test_min_features_above_everything():
+    with pytest.warns(
+        UserWarning, match=r"all 5 are kept.*\(smaller than.*=49\)\. Give a `min_features` of at most 48"
+    ):
+        convert_to_fp4(Sizes(), RTN, min_features=49)
+    # Not what would stay anyway.
+    with pytest.warns(UserWarning, match=r"all 5 are kept.*Give a `min_features` of at most 24\.$"):
+        convert_to_fp4(Sizes(), RTN, ignore_modules=["qkv", "gate_up"], min_features=49)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "sentence"),
+    [
+        (-1, ValueError, "`min_features=-1` is negative, and no layer is that small. Give a whole number"),
+        (2048.0, TypeError, "`min_features=2048.0` is of type float. Give a whole number of features, such as 2048, or "
+         "None to convert layers of any size."),
+        (True, TypeError, "`min_features=True` is of type bool."),
+        (False, TypeError, "`min_features=False` is of type bool."),
+        ("2048", TypeError, "`min_features='2048'` is of type str."),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("function", [plan_conversion, convert_to_fp4])
+def test_bad_min_features(function, value, error, sentence):
+    model = Sizes()
+    with pytest.raises(error) as raised:
+        function(model, RTN, min_features=value)
+    assert sentence in str(raised.value)
+    assert not fp4_layers(model)
+
+
+CUDA = torch.device("cuda")
+FP8 = get_recipe("nvfp4", units="fp8")
+
+
+class Wide(nn.Module):
+    """Layers around the measured size, without memory."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"even": (2048, 2048), "low": (4096, 2047), "tall": (1024, 14336), "big": (4096, 14336)}
+        for name, (in_features, out_features) in sizes.items():
+            self.add_module(name, nn.Linear(in_features, out_features, device="meta"))
+
+
+def _plan(model, recipe=FP8, *, device=CUDA, base_dtype=torch.bfloat16, **kwargs):
+    return dataclasses.replace(plan_conversion(model, recipe, **kwargs), device=device, base_dtype=base_dtype)
+
+
+@pytest.fixture
+def fp8_units(monkeypatch):
+    monkeypatch.setattr("lightning_fp4.ops._has_fp8", lambda device: True)
+
+
+def test_small_layers_on_fp8_units_are_recommended_to_stay_in_bf16(fp8_units):
+    report = _plan(Wide())
+    sentence = (
+        "2 layers have fewer than 2048 features, where BF16 is faster on this device and FP4 only saves memory: "
+        "`min_features=2048` keeps low, tall in BF16."
+    )
+    assert BREAK_EVEN_FEATURES == 2048
+    assert report.recommendations == (sentence,)
+    assert report.summary() == f"converted 4 Linear layers to FP4 (100.0% of Linear FLOPs). {sentence[:-1]}"
+    data = report.as_dict()
+    assert data["recommendations"] == [sentence]
+    assert {layer["name"]: layer.get("recommended") for layer in data["converted"]} == {
+        "even": None, "low": "bf16", "tall": "bf16", "big": None
+    }  # fmt: skip
+    assert pickle.loads(pickle.dumps(data)) == data
+    (one,) = _plan(Wide(), ignore_modules=["tall"]).recommendations
+    assert one.startswith("1 layer has fewer than 2048 features")
+
+
+def test_following_the_recommendation_ends_it(fp8_units):
+    report = _plan(Wide(), min_features=BREAK_EVEN_FEATURES)
+    assert [choice.name for choice in report.kept] == ["low", "tall"]
+    assert not report.recommendations
+    assert not any("recommended" in layer for layer in report.as_dict()["converted"])
+
+
+def test_recommendations_follow_the_recipes_of_layers(fp8_units):
+    """Those that layers have already, and those of rules; on BF16 units the paths in the report say enough."""
+    bf16 = get_recipe("nvfp4", units="bf16")
+    small = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+    small[0] = convert_to_fp4(small[0], bf16)
+    small[1] = convert_to_fp4(small[1], FP8)
+    rules = (LayerRule(reason="bf16 units", patterns=["2"], recipe=bf16),)
+    assert [c.name for c in _plan(small, dataclasses.replace(FP8, rules=rules)).faster_in_bf16] == ["1", "3"]
+    assert [c.name for c in _plan(small, bf16).faster_in_bf16] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device", "base_dtype", "expected"),
+    [
+        (FP8, CUDA, torch.bfloat16, 2),
+        (get_recipe("nvfp4", forward_scale="closed", gradient_scale="closed_up", units="fp8"), CUDA, torch.bfloat16, 2),
+        (dataclasses.replace(FP8, fprop=None), CUDA, torch.bfloat16, 2),
+        (dataclasses.replace(FP8, fprop=get_recipe("nvfp4", units="bf16").fprop), CUDA, torch.bfloat16, 0),
+        (get_recipe("nvfp4", units="bf16"), CUDA, torch.bfloat16, 0),
+        (get_recipe("mxfp4"), CUDA, torch.bfloat16, 0),
+        (get_recipe("high_precision"), CUDA, torch.bfloat16, 0),
+        (FP8, CUDA, torch.float32, 0),
+        (FP8, torch.device("cpu"), torch.bfloat16, 0),
+        (FP8, None, torch.bfloat16, 0),  # weights on the meta device
+    ],
+)  # fmt: skip
+def test_when_there_is_a_recommendation(recipe, device, base_dtype, expected, fp8_units):
+    report = _plan(Wide(), recipe, device=device, base_dtype=base_dtype)
+    assert len(report.faster_in_bf16) == expected
+    assert bool(report.recommendations) is bool(expected)
+
+
+def test_no_recommendation_without_fp8_units(monkeypatch):
+    """Ampere: such a recipe cannot run there, which the first forward says; planning does not fail."""
+    monkeypatch.setattr("lightning_fp4.ops._has_fp8", lambda device: False)
+    assert not _plan(Wide()).recommendations
+
+
+def test_the_log_asks_where_the_weights_are(fp8_units, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "lightning_fp4")
+    convert_to_fp4(nn.Linear(16, 16), FP8)
+    assert "BF16 is faster" not in caplog.text
+    monkeypatch.setattr("lightning_fp4.convert._device", lambda module: CUDA)
+    convert_to_fp4(nn.Linear(16, 16), FP8)
+    assert "nvfp4: converted 1 Linear layer to FP4 (100.0% of Linear FLOPs). 1 layer has fewer than" in caplog.text
 
 
 def test_wrapped_names_are_clean():
@@ -622,6 +827,17 @@ def test_report_is_plain_data():
     assert pickle.loads(pickle.dumps(data)) == data
 
 
+def test_shapes_of_flat_weights():
+    """FSDP1 keeps shards between steps, and a second fit plans again."""
+    conv1d = type("Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils"})()
+    conv1d.nf, conv1d.nx, conv1d.weight = 48, 16, nn.Parameter(torch.zeros(0))
+    model = nn.Sequential(convert_to_fp4(nn.Linear(16, 32)), conv1d)
+    model[0].weight = nn.Parameter(torch.zeros(256))
+    report = plan_conversion(model)
+    assert [choice.shape for choice in report.choices] == [(32, 16), (48, 16)]
+    assert [choice.size for choice in report.choices] == [512, 768]
+
+
 def test_report_says_what_really_ran():
     model = convert_to_fp4(TinyModel(), ALL)
     report = plan_conversion(model, ALL)
@@ -653,8 +869,6 @@ def test_set_recipe_switches_and_returns_what_was():
 
 
 def test_forward_only_high_precision():
-    import dataclasses
-
     layer = convert_to_fp4(nn.Linear(64, 64, bias=False), RTN)
     set_recipe(layer, dataclasses.replace(RTN, fprop=None))
     x, grad = torch.randn(64, 64), torch.randn(64, 64)

@@ -84,6 +84,19 @@ def test_optimizer_made_before_setup_trains_the_model(together, clip):
     assert len(layers_of(model)) == 2
 
 
+def test_min_features_and_the_recommendation(monkeypatch):
+    """The device is where the weights are when the report is asked for: Fabric moves them after conversion."""
+    model = mlp().append(nn.Linear(WIDTH, WIDTH // 2))
+    runner = fabric(get_recipe("nvfp4", units="fp8"), precision="bf16-mixed", min_features=WIDTH)
+    runner.setup(model)
+    assert set(layers_of(model)) == {"0", "2"}
+    monkeypatch.setattr("lightning_fp4.ops._has_fp8", lambda device: True)
+    assert not runner.strategy.precision.report()["recommendations"]
+    monkeypatch.setattr("lightning_fp4.convert._device", lambda module: torch.device("cuda"))
+    (sentence,) = runner.strategy.precision.report()["recommendations"]
+    assert sentence.endswith("`min_features=2048` keeps 0, 2 in BF16.")
+
+
 def test_high_precision_recipe_equals_plain_fabric():
     model, expected = mlp(), mlp()
     runner = fabric("high_precision")

@@ -10,9 +10,18 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
-from lightning_fp4 import FP4Precision, convert_to_fp4, get_recipe
+from lightning_fp4 import FP4Precision, HotChannelRefresh, convert_to_fp4, get_recipe
 from tests.helpers import RTN
-from tests.trainer_models import LanguageModel, Regressor, assert_same_weights, layers_of, plugin, trainer, weights
+from tests.trainer_models import (
+    WIDTH,
+    LanguageModel,
+    Regressor,
+    assert_same_weights,
+    layers_of,
+    plugin,
+    trainer,
+    weights,
+)
 
 SR = get_recipe("nvfp4")
 DEFAULT = FP4Precision().recipe
@@ -177,6 +186,45 @@ def test_resume_with_other_layers_in_fp4(tmp_path):
     more = Regressor()
     trainer(plugin(SR), max_epochs=2).fit(more, ckpt_path=tmp_path / "step=4.ckpt")
     assert steps(more) == {"net.0": 8, "net.2": 4}
+
+
+class Widening(Regressor):
+    """Layers with smaller sides of 32, 48 and 32."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed=seed)
+        layers = (nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, WIDTH))
+        self.net = nn.Sequential(*layers)
+
+    def on_train_start(self):
+        self.restored, self.restored_steps = weights(self), steps(self)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 33), (33, None), (33, 33), (0, None)])
+@pytest.mark.parametrize("recipe", [SR, DEFAULT], ids=["sr", "default"])
+def test_resume_with_another_min_features(recipe, before, after, tmp_path):
+    """Checkpoints are plain, so one made with it loads without it and the other way round; callbacks' states too."""
+    every, wide = {"net.0", "net.2", "net.4"}, {"net.2"}
+    options = keep(tmp_path)
+    options["callbacks"].append(HotChannelRefresh())
+    straight, resumed = Widening(), Widening(seed=1)
+    trainer(plugin(recipe, seed=3, min_features=before), **options).fit(straight)
+    assert set(steps(straight)) == (wide if before else every)
+    path = tmp_path / "step=4.ckpt"
+    runner = trainer(plugin(recipe, seed=3, min_features=after), max_epochs=2, callbacks=[HotChannelRefresh()])
+    runner.fit(resumed, ckpt_path=path)
+    saved = torch.load(path, weights_only=True)
+    known = saved["lightning_fp4"]["steps"]
+    assert set(known) == (wide if before else every)
+    assert resumed.restored_steps == {name: known.get(name, 0) for name in (wide if after else every)}
+    assert_same_weights(resumed.restored, saved["state_dict"])
+    assert len(resumed.losses) == 4
+    if (before or 0) == (after or 0):
+        assert resumed.losses == straight.losses[4:]
+        assert_same_weights(resumed, straight)
+    else:
+        assert resumed.losses[0] == pytest.approx(straight.losses[4], rel=0.1)
+        assert resumed.losses != straight.losses[4:]
 
 
 @RECIPES

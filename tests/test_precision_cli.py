@@ -84,6 +84,7 @@ def test_all_arguments(tmp_path):
             first_blocks=1,
             last_blocks=0.25,
             lora_adapters=True,
+            min_features=2048,
             seed=3,
             eval_precision="base",
         ),
@@ -98,7 +99,29 @@ def test_all_arguments(tmp_path):
         "first_blocks": 1,
         "last_blocks": 0.25,
         "lora_adapters": True,
+        "min_features": 2048,
     }
+
+
+@pytest.mark.parametrize(("least", "converted"), [(None, 2), (0, 2), (32, 2), (33, 0)])
+@pytest.mark.filterwarnings("ignore:No Linear layer runs in FP4")
+def test_min_features(least, converted, tmp_path):
+    fit = cli(tmp_path, fp4(min_features=least))
+    assert len(layers_of(fit.model)) == converted
+    command = ["--trainer.plugins.min_features", "null" if least is None else str(least)]
+    fit = cli(tmp_path, [], "--trainer.plugins+=FP4Precision", *command)
+    assert len(layers_of(fit.model)) == converted
+
+
+@pytest.mark.parametrize("value", [-1, 2048.5, True, "wide"])
+def test_bad_min_features(value, tmp_path, capsys):
+    """Other types are jsonargparse's to refuse, which names the argument."""
+    with pytest.raises((SystemExit, ValueError)) as raised:
+        cli(tmp_path, fp4(min_features=value), run=False)
+    shown = str(raised.value) + capsys.readouterr().err
+    assert "min_features" in shown
+    if value == -1:
+        assert "`min_features=-1` is negative, and no layer is that small. Give a whole number of features" in shown
 
 
 def _no_net_0(module, name):
@@ -169,6 +192,7 @@ def test_help_explains_every_argument(tmp_path, capsys):
     for text in (
         "a recipe's name (see ``list_recipes``)",
         "modules to keep in the base precision",
+        "layers whose smaller side, of ``in_features`` and ``out_features``",
         "the base precision",
     ):
         assert text in shown

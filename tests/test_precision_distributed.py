@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_fp4 import convert_to_fp4, get_recipe
 from tests.helpers import RTN, relative_error
-from tests.trainer_models import Regressor, adamw, layers_of, plugin, sgd, trainer
+from tests.trainer_models import WIDTH, Regressor, adamw, layers_of, plugin, sgd, trainer
 
 pytestmark = [
     pytest.mark.slow,
@@ -213,7 +213,8 @@ def run_fsdp1(folder):
     strategy = CPUFSDPStrategy(process_group_backend="gloo", timeout=TIMEOUT, use_orig_params=True)
     runner = distributed(fp4, strategy, gradient_clip_val=0.05)
     runner.fit(model)
-    return {"losses": model.losses, "wrapped": isinstance(runner.strategy.model, FullyShardedDataParallel)}
+    wrapped = isinstance(runner.strategy.model, FullyShardedDataParallel)
+    return {"losses": model.losses, "wrapped": wrapped, "report": fp4.report()}
 
 
 SCENARIOS = {
@@ -435,6 +436,8 @@ def test_fsdp1(ranks):
     for result, expected in zip(ranks("fsdp1"), ranks("ddp_clipped"), strict=True):
         assert result["wrapped"]
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+        # The weights are flat shards by then.
+        assert [(c["shape"], c["ran"]) for c in result["report"]["converted"]] == [((WIDTH, WIDTH), True)] * 2
 
 
 def test_tensor_parallel_is_refused(ranks):

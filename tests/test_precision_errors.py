@@ -35,6 +35,10 @@ from tests.trainer_models import WIDTH, Regressor, layers_of, plugin, trainer
         ({"precision": None}, ValueError, "must be one of"),
         ({"layers": "mpl"}, ValueError, "`layers='mpl'` must be 'all', 'mlp' or 'mlp+attention_output'"),
         ({"ignore_modules": "lm_head"}, TypeError, "must be a collection of names, for example ['lm_head']"),
+        ({"min_features": -1}, ValueError, "`min_features=-1` is negative, and no layer is that small. Give a whole"),
+        ({"min_features": 2048.0}, TypeError, "`min_features=2048.0` is of type float. Give a whole number of "),
+        ({"min_features": True}, TypeError, "`min_features=True` is of type bool. "),
+        ({"min_features": "2048"}, TypeError, "`min_features='2048'` is of type str. "),
     ],
 )  # fmt: skip
 def test_bad_arguments_fail_at_construction(cls, arguments, error, sentence):
@@ -93,6 +97,20 @@ def test_ignored_layer_that_is_fp4_already_is_a_warning():
         trainer(plugin(ignore_modules=["net.2"])).fit(model)
     trainer(plugin(ignore_modules=["net.2"])).fit(revert_from_fp4(model))
     assert set(layers_of(model)) == {"net.0"}
+
+
+def test_small_layer_that_is_fp4_already_is_a_warning():
+    model = Regressor()
+    trainer(plugin()).fit(model)
+    choice = {"min_features": WIDTH + 1, "ignore_modules": ["net.2"]}
+    with pytest.warns(
+        UserWarning, match=r"net\.0, net\.2 stay FP4 in spite of `min_features`.*`revert_from_fp4"
+    ) as caught:
+        trainer(plugin(**choice)).fit(model)
+    assert sum(": net.2 stay FP4 in spite of `ignore_modules`" in str(w.message) for w in caught) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*in spite of.*")
+        trainer(plugin(min_features=WIDTH)).fit(model)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -87,6 +87,57 @@ def test_report_before_during_and_after():
     assert after["recipe"] == "nvfp4"
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """As if on a GPU with FP8 units; the devices that were asked for."""
+    devices = []
+    monkeypatch.setattr("lightning_fp4.convert._multiplies_on_fp8", lambda recipe, device: not devices.append(device))
+    return devices
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
+def test_layers_that_bf16_is_faster_for(precision, asked, caplog):
+    """In the one line of the log, and as data after the run; in float32 there is no BF16 to compare with."""
+    caplog.set_level(logging.INFO)
+    fp4 = plugin(precision=precision)
+    trainer(fp4, max_steps=1, limit_val_batches=0).fit(Regressor())
+    sentence = (
+        "2 layers have fewer than 2048 features, where BF16 is faster on this device and FP4 only saves memory: "
+        "`min_features=2048` keeps net.0, net.2 in BF16."
+    )
+    (line,) = (message for message in messages(caplog) if "FP4" in message)
+    report = fp4.report()
+    marks = [layer.get("recommended") for layer in report["converted"]]
+    if precision == "32-true":
+        assert "BF16" not in line
+        assert (report["recommendations"], marks, asked) == ([], [None, None], [])
+    else:
+        assert f"converted 2 Linear layers to FP4 (100.0% of Linear FLOPs). {sentence} FP4 is emulated on cpu" in line
+        assert (report["recommendations"], marks) == ([sentence], ["bf16", "bf16"])
+        assert set(asked) == {torch.device("cpu")}  # where the Trainer runs
+
+
+@pytest.mark.parametrize("least", [WIDTH, WIDTH + 1])
+def test_min_features_in_the_report(least, caplog):
+    class Growing(Regressor):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, 64))
+
+        def step(self, batch):
+            return self.net(batch).square().mean()
+
+    caplog.set_level(logging.INFO)
+    fp4, model = plugin(min_features=least), Growing()
+    trainer(fp4, max_steps=1, limit_val_batches=0).fit(model)
+    shapes = {} if least == WIDTH else {"net.0": (WIDTH, WIDTH), "net.1": (64, WIDTH)}
+    reason = f"smaller than min_features={least}"
+    assert fp4.report()["kept"] == [{"name": n, "shape": shape, "reason": reason} for n, shape in shapes.items()]
+    assert set(layers_of(model)) == {"net.0", "net.1", "net.2"} - set(shapes)
+    (line,) = (message for message in messages(caplog) if "FP4" in message)
+    assert (f"kept 2 in high precision: net.0, net.1 ({reason})" in line) is bool(shapes)
+
+
 class Bypassing(Regressor):
     """Reads a layer's weight in place of calling it."""
 
