@@ -731,7 +731,7 @@ def _quantize_both(
         x, _parse(rows), _parse(columns), hadamard or None, seed, streams, units, mean, patch
     )  # fmt: skip
     row_parts, column_parts = (_parts(x, form) for form in forms)
-    if column_parts[2].untyped_storage().data_ptr() == row_parts[2].untyped_storage().data_ptr():
+    if column_parts[2].data_ptr() == row_parts[2].data_ptr():  # those of a matrix that is not rotated
         column_parts = (*column_parts[:2], column_parts[2].clone())  # an operator's results may not share memory
     return (*row_parts, *column_parts)
 

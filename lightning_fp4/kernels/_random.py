@@ -55,7 +55,8 @@ def rotate(values, SIZE: tl.constexpr, dtype: tl.constexpr):
     """Rotate groups of ``SIZE`` neighbours of a tuple of tensors by the butterflies of ``reference.rotate``.
 
     ``dtype`` is what the values were before they were float32. Sixteen values need a factor of 1/4, which is exact for
-    all but the smallest float32, so the first butterflies take it into their sums.
+    all but the smallest float32, so the first butterflies take it into their sums. Signs change by a product: Triton 3.6
+    subtracts from zero for a minus, which loses the sign of a zero.
     """
     FUSED: tl.constexpr = SIZE == 16 and dtype != tl.float32
     out = ()
@@ -80,6 +81,6 @@ def rotate(values, SIZE: tl.constexpr, dtype: tl.constexpr):
                     sums = sums + (tl.fma(first, 0.25, second) if FUSED and stage == 0 else first + second,)
                 else:
                     first, second = out[i - (1 << stage)], out[i]
-                    sums = sums + (tl.fma(first, 0.25, -second) if FUSED and stage == 0 else first - second,)
+                    sums = sums + (tl.fma(first, 0.25, second * -1.0) if FUSED and stage == 0 else first - second,)
             out = sums
     return out

@@ -12,6 +12,7 @@ from lightning_fp4.kernels import _groups, _random, _scales
 from lightning_fp4.kernels._launch import (
     Launch,
     Remembered,
+    ceil_div,
     check_input,
     grid_of,
     is_elsewhere,
@@ -136,11 +137,13 @@ class _Plan:
         self.device = x.get_device()
         plain = rows == "tensor" or (columns == "tensor" and not hadamard)
         rotated = columns == "tensor" and bool(hadamard)
-        first_row = int(plain)
-        first_column = first_row + (x.shape[0] if rows == "row" else 0)
+        # Each kind begins at a multiple of 16 bytes, as the results of operators have to.
+        first_row = 4 if plain else 0
+        row_count = x.shape[0] if rows == "row" else 0
+        first_column = first_row + ceil_div(row_count, 4) * 4
         self._count = first_column + (x.shape[1] if columns == "row" else int(rotated))
         places = {None: None, "tensor": slice(0, 1)}
-        self._rows = {**places, "row": slice(first_row, first_column)}[rows]
+        self._rows = {**places, "row": slice(first_row, first_row + row_count)}[rows]
         self._columns = slice(first_column, self._count) if rotated or columns == "row" else places[columns]
         self._sizes, self._places = (*x.stride(), *x.shape), (first_row, first_column)
         self._launch: Launch | None = None

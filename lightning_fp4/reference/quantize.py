@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from lightning_fp4.formats import E4M3
 from lightning_fp4.quantizer import Quantizer, Rounding
 from lightning_fp4.reference import packing, rounding, scaling
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Units, operand_shift
@@ -126,7 +127,10 @@ def operand(quantized: FP4Tensor, units: Units) -> FP4Operand:
     shift = operand_shift(units, quantized.encoded_max)
     factor = global_decode(quantized)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[units]
-    values = (decode_blocks(quantized) * shift).to(dtype)
+    values = decode_blocks(quantized) * shift
+    if dtype is torch.float8_e4m3fn:
+        values = values.clamp(-E4M3.max, E4M3.max)  # PyTorch 2.11 makes NaN of what is beyond, later ones do not
+    values = values.to(dtype)
     return FP4Operand(values=values, factor=None if factor is None else factor / shift, shape=quantized.shape)
 
 
