@@ -3,6 +3,8 @@
     PYTHONPATH=. python benchmarks/callbacks.py                 # a GPU, two minutes; appends to results/callbacks.json
     PYTHONPATH=. python benchmarks/callbacks.py --tiny          # the same path at toy size, any machine
     python benchmarks/callbacks.py --report --insert README.md  # the table from the results so far
+    # The same for a model that keeps a GPU busy, in a file of its own:
+    PYTHONPATH=. python benchmarks/callbacks.py --width 2048 --depth 8 --batch 4 --length 4096 --results large.json
 
 Two measurements, since what happens at every step and what happens once in a while need different ones:
 
@@ -13,12 +15,16 @@ Two measurements, since what happens at every step and what happens once in a wh
   next step count in full. The difference is divided by the default interval times the time of the ordinary step.
 
 The model is small and nothing is compiled, so the host's launches decide the time of a step and nothing that a callback
-does on the host hides behind the GPU: a larger model pays less. Medians, and intervals of 95 % confidence for them.
+does on the host hides behind the GPU. Shares are shares of that step, which the table gives beside them: a larger model
+pays less. Medians, and intervals of 95 % confidence for them.
+
+A callback that fails is recorded as failed and costs no other its result; the command then ends with an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -26,8 +32,9 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -188,6 +195,12 @@ class Setting:
             trainer.fit(LanguageModel(model), DataLoader(data, batch_size=None, pin_memory=torch.cuda.is_available()))
 
 
+def failure(kind: str, error: Exception, what: str = "") -> dict[str, Any]:
+    """The result of a measurement that failed; prints where."""
+    traceback.print_exception(error)
+    return {"kind": kind, **({"what": what} if what else {}), "failed": f"{type(error).__name__}: {error}"}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Once in a while
 # ----------------------------------------------------------------------------------------------------------------------
@@ -234,11 +247,15 @@ def measure_event(setting: Setting, variant: Variant, pairs: int) -> dict[str, A
 
 
 class Gate(Callback):
-    """Callbacks that act while the gate is open; they are set up and torn down in any case."""
+    """Callbacks that act while the gate is open; they are set up and torn down in any case.
+
+    ``raised`` is the first error that came out of one of them.
+    """
 
     def __init__(self, name: str, callbacks: Sequence[Callback]) -> None:
         self.name, self.callbacks = name, callbacks
         self.open = False
+        self.raised: Exception | None = None
 
     @property
     def state_key(self) -> str:
@@ -250,7 +267,11 @@ def _forward(hook: str, always: bool) -> Callable[..., None]:
     def call(self: Gate, *args: Any, **kwargs: Any) -> None:
         if always or self.open:
             for callback in self.callbacks:
-                getattr(callback, hook)(*args, **kwargs)
+                try:
+                    getattr(callback, hook)(*args, **kwargs)
+                except Exception as error:
+                    self.raised = self.raised or error
+                    raise
 
     return call
 
@@ -314,15 +335,29 @@ class Segments(Callback):
 def measure_steady(
     setting: Setting, variants: dict[str, Variant], *, segment: int, seconds: float
 ) -> dict[str, dict[str, Any]]:
-    """What each of the variants, of one recipe, takes at every step."""
-    gates = [Gate(name, variant.steady()) for name, variant in variants.items() if variant.steady is not None]
+    """What each of the variants, of one recipe, takes at every step.
+
+    If one of them fails, the others are measured anew without it.
+    """
     (recipe,) = {variant.recipe for variant in variants.values()}
-    segments = Segments(gates, steps=segment, seconds=seconds)
-    setting.fit(recipe, [segments, *gates], steps=NEVER)
-    troubled = [c for gate in gates for c in gate.callbacks if isinstance(c, FP4HealthCheck) and c.events]
-    if troubled:
-        raise RuntimeError("FP4HealthCheck found trouble while it was timed, so the times include going back.")
-    return segments.overheads()
+    deadline = time.perf_counter() + seconds
+    left, found = [name for name, variant in variants.items() if variant.steady is not None], {}
+    while left:
+        gates = [Gate(name, variants[name].steady()) for name in left]  # type: ignore[misc]
+        segments = Segments(gates, steps=segment, seconds=deadline - time.perf_counter())
+        try:
+            setting.fit(recipe, [segments, *gates], steps=NEVER)
+        except Exception as error:
+            guilty = [gate.name for gate in gates if gate.raised is error] or [gate.name for gate in gates if gate.open]
+            failed = {name: failure("every step", error) for name in guilty or left}
+        else:
+            found |= segments.overheads()
+            trouble = RuntimeError("FP4HealthCheck found trouble while it was timed, so the times include going back.")
+            troubled = [g for g in gates if any(isinstance(c, FP4HealthCheck) and c.events for c in g.callbacks)]
+            failed = {gate.name: failure("every step", trouble) for gate in troubled}
+        found |= failed
+        left = [name for name in left if name not in found]
+    return {name: found[name] for name in variants if name in found}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -330,8 +365,8 @@ def measure_steady(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def measure_all(options: argparse.Namespace) -> None:
-    """Every variant, each written as soon as it is known."""
+def measure_all(options: argparse.Namespace) -> list[str]:
+    """Every variant, each written as soon as it is known; what failed, in words."""
     began = time.perf_counter()
     width, depth, vocabulary = (64, 2, 256) if options.tiny else (options.width, options.depth, 8192)
     size = Size(width=width, depth=depth, heads=width // 64 or 1, hidden=width * 3, vocabulary=vocabulary)
@@ -345,21 +380,32 @@ def measure_all(options: argparse.Namespace) -> None:
     }
     chosen = {name: variant for name, variant in VARIANTS.items() if not options.variants or name in options.variants}
     for recipe in dict.fromkeys(variant.recipe for variant in chosen.values()):
-        setting.fit(recipe, [], steps=4)  # compile kernels, fill caches
+        try:
+            setting.fit(recipe, [], steps=4)  # compile kernels, fill caches
+        except Exception:  # its variants will say so
+            traceback.print_exc()
     print(f"{common['setting']}, {common['quantiser']} quantiser, {common['environment']}", flush=True)
+    failed = []
 
     def keep(name: str, result: dict[str, Any]) -> None:
         harness.append_result(options.results, {"variant": name, "recipe": chosen[name].recipe, **common, **result})
+        if "failed" in result:
+            failed.append(f"{name} ({result.get('what', result['kind'])})")
+            said = f"failed: {result['failed']}"
+        elif result["kind"] == "event":
+            said = f"{result['extra_ms']} ms, step {result['ordinary_ms']} ms"
+        else:
+            said = f"{result['overhead']} of {result['base_ms']} ms"
+        what = f", {result['what']}" if "what" in result else ""
+        print(f"{name}{what}: {said} ({time.perf_counter() - began:.0f} s)", flush=True)
 
     for name, variant in chosen.items():
         if variant.event is not None:
-            result = measure_event(setting, variant, options.pairs)
+            try:
+                result = measure_event(setting, variant, options.pairs)
+            except Exception as error:
+                result = failure("event", error, variant.event.what)
             keep(name, result)
-            print(
-                f"{name}, {result['what']}: {result['extra_ms']} ms, step {result['ordinary_ms']} ms "
-                f"({time.perf_counter() - began:.0f} s)",
-                flush=True,
-            )
     groups: dict[str, dict[str, Variant]] = {}
     for name, variant in chosen.items():
         if variant.steady is not None:
@@ -369,11 +415,13 @@ def measure_all(options: argparse.Namespace) -> None:
         seconds = left * len(group) / sum(map(len, groups.values()))
         for name, result in measure_steady(setting, group, segment=options.segment, seconds=seconds).items():
             keep(name, result)
-            print(f"{name}: {result['overhead']} of {result['base_ms']} ms", flush=True)
     print(f"{time.perf_counter() - began:.0f} s in all")
+    return failed
 
 
-_COLUMNS = ("callback", "at every step", "once in a while", "extra ms", "every ... steps", "that is", "in all")
+_COLUMNS = (
+    *("callback", "ms a step", "at every step", "once in a while", "extra ms", "every ... steps", "that is", "in all"),
+)
 
 
 def _percent(values: Sequence[float]) -> str:
@@ -393,33 +441,41 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         steady, event = newest[name].get("every step"), newest[name].get("event")
         row: dict[str, Any] = {"callback": name}
         shares: list[float] = []
-        if steady is not None:
-            row["at every step"] = _percent(steady["overhead"])
+        if steady is not None and "failed" not in steady:
+            row |= {"ms a step": f"{steady['base_ms']:.1f}", "at every step": _percent(steady["overhead"])}
             shares.append(steady["overhead"][0])
-        if event is not None:
+        elif steady is not None:
+            row["at every step"] = "failed"
+        if event is not None and "failed" not in event:
             extra, low, high = event["extra_ms"]
             row |= {"once in a while": event["what"], "extra ms": f"{extra:.2f} ({low:.2f} to {high:.2f})"}
+            row["ms a step"] = f"{event['ordinary_ms']:.1f}"
             if event["interval"] is not None:
                 spread = [value / (event["interval"] * event["ordinary_ms"]) for value in event["extra_ms"]]
                 row |= {"every ... steps": event["interval"], "that is": _percent(spread)}
                 shares.append(spread[0])
-        row["in all"] = f"{100 * sum(shares):+.2f} %" if shares else None
+        elif event is not None:
+            row |= {"once in a while": event["what"], "extra ms": "failed"}
+        row["in all"] = f"{100 * sum(shares):+.2f} %" if shares and "failed" not in row.values() else None
         rows.append(row)
     return rows
 
 
 def write_report(results: Path) -> str:
-    """The Markdown table of the newest results, with what was measured above it."""
+    """The Markdown table of the newest results in the setting of the last run, and on its device, and what they are."""
     records = harness.load_results(results)
     if not records:
         return "Not measured yet.\n"
+
+    def where(record: dict[str, Any]) -> tuple[str, ...]:
+        return record["setting"], record["quantiser"], record["environment"]["device"]
+
     last = records[-1]
-    where = last["environment"]
-    steps = [record["base_ms"] for record in records if record["run"] == last["run"] and "base_ms" in record]
-    base = f", {min(steps):.1f} ms a step without callbacks" if steps else ""
+    records = [record for record in records if where(record) == where(last)]
+    versions = last["environment"]
     head = (
-        f"{where['device']}, torch {where['torch']}, lightning {where.get('lightning')}; {last['setting']}, nothing "
-        f"compiled, {last['quantiser']} quantiser{base}\n\n"
+        f"{versions['device']}, torch {versions['torch']}, lightning {versions.get('lightning')}; {last['setting']}, "
+        f"nothing compiled, {last['quantiser']} quantiser\n\n"
     )
     return head + harness.markdown_table(summarize(records), _COLUMNS)
 
@@ -447,17 +503,37 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without Lightning's messages and anybody's warnings."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, then report."""
+    """Measure, then report.
+
+    Raises:
+        SystemExit: if anything failed.
+    """
     options = parse(arguments)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    failed = []
     if not options.report:
-        measure_all(options)
+        with quiet():
+            failed = measure_all(options)
     table = write_report(options.results)
     if options.report and options.insert is not None:
         harness.insert_between_marks(options.insert, "callbacks", table)
     print(table)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

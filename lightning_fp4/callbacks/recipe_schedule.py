@@ -58,7 +58,8 @@ class RecipeSchedule(Callback):
     Before the first entry, the layers keep the recipe that they were converted with.
 
     Several schedules compose: each changes what the ones before it in ``Trainer(callbacks=...)`` say, which is what it
-    calls ``"initial"``. So a warm-up in high precision goes with an ``AverisToggle``, in either order.
+    calls ``"initial"``. So a warm-up in high precision goes with an ``AverisToggle``, in either order. One that only
+    another callback calls (a wrapper that forwards its hooks) is on its own.
 
     Args:
         schedule: when (key) which recipe (value) begins. A key is a whole number of optimizer steps or epochs, or a
@@ -127,7 +128,13 @@ class RecipeSchedule(Callback):
             rank_zero_warn(
                 f"{type(self).__name__} found no FP4 layers, so it does nothing. Add the `FP4Precision` plugin."
             )
-        first, *_ = schedules = _schedules(trainer)
+        listed = _listed(trainer)
+        if listed and self not in listed:
+            rank_zero_warn(
+                f"This {type(self).__name__} is not among `Trainer(callbacks=...)` itself, so it does not compose with "
+                "the schedules there: each takes back what the other sets. Give the Trainer all of them."
+            )
+        first, *_ = schedules = self._schedules(trainer)
         if self is first:
             # A second fit of the same model begins where the first one did; recipes that others set count as initial.
             self._initial = {
@@ -194,7 +201,7 @@ class RecipeSchedule(Callback):
 
     def _apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What all schedules of the run say now: each changes what the ones before it make of the initial recipes."""
-        first, *_ = schedules = _schedules(trainer)
+        first, *_ = schedules = self._schedules(trainer)
         layers = fp4_layers(pl_module)
         for name, initial in self._initial.items():
             layers[name].fp4_recipe = initial
@@ -209,6 +216,11 @@ class RecipeSchedule(Callback):
                     layers[name].fp4_recipe = _resolve(value, layers[name].fp4_recipe)
         first._applied = {name: layer.fp4_recipe for name, layer in layers.items()}
 
+    def _schedules(self, trainer: pl.Trainer) -> list[RecipeSchedule]:
+        """The schedules that this one composes with, itself included, in the order in which their hooks are called."""
+        listed = _listed(trainer)
+        return listed if self in listed else [self]
+
     @override
     def state_dict(self) -> dict[str, Any]:
         """What a metric has reached; steps and epochs need no memory."""
@@ -220,8 +232,8 @@ class RecipeSchedule(Callback):
         self._reached = state_dict.get("reached")
 
 
-def _schedules(trainer: pl.Trainer) -> list[RecipeSchedule]:
-    """All schedules of the run, in the order in which their hooks are called."""
+def _listed(trainer: pl.Trainer) -> list[RecipeSchedule]:
+    """The schedules that the Trainer was given, in the order in which their hooks are called."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return [callback for callback in callbacks if isinstance(callback, RecipeSchedule)]
 

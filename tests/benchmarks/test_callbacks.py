@@ -1,9 +1,13 @@
 """benchmarks/callbacks.py at toy size: it times the steps that it means to, and its table says what it measured."""
 
+import dataclasses
+import logging
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fp4 import ops
@@ -22,6 +26,15 @@ SETTING = bench.Setting(size=Size(width=32, depth=2, heads=2, hidden=64, vocabul
 @pytest.fixture(autouse=True)
 def _kernels_as_they_are(monkeypatch):
     monkeypatch.setattr(timing, "quantiser_backend", lambda: ops.backend(harness.pick_device()))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """The models are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 EVENTS = {
@@ -68,7 +81,8 @@ def test_special_steps_are_paired_with_the_next_one(parity, expected, monkeypatc
     assert bench.event_steps(marks, parity) == [pytest.approx(pair) for pair in expected]
 
 
-def test_as_many_pairs_as_asked_for():
+def test_as_many_pairs_as_asked_for(monkeypatch):
+    monkeypatch.setattr(bench, "WARMUP_PAIRS", 1)
     for name in ("PrecisionMonitor", "RecipeSchedule"):  # both parities
         assert len(bench.measure_event(SETTING, bench.VARIANTS[name], pairs=2)["pairs_ms"]) == 2
 
@@ -98,23 +112,25 @@ def test_segments_take_turns_and_are_compared_with_their_neighbours():
     assert found["slow"]["overhead"] == pytest.approx([2.0, 1.0, 3.0])
 
 
+TINY = ("--tiny", "--pairs", "2", "--segment", "1", "--seconds", "0")
+
+
 @pytest.mark.slow
-def test_the_command_measures_and_reports(tmp_path, capsys):
+def test_the_command_measures_every_variant_and_reports(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "WARMUP_PAIRS", 1)
+    level = logging.getLogger("lightning.pytorch").level
     results = tmp_path / "callbacks.json"
-    bench.main(
-        [
-            *("--tiny", "--pairs", "2", "--segment", "2", "--seconds", "0", "--results", str(results)),
-            *("--variants", bench.CONTROL, "AdaptiveGradientClipping", "HotChannelRefresh", "AverisToggle"),
-        ]
-    )
+    bench.main([*TINY, "--results", str(results)])
+    assert logging.getLogger("lightning.pytorch").level == level
     records = harness.load_results(results)
-    assert [(r["variant"], r["kind"]) for r in records] == [
-        ("HotChannelRefresh", "event"),
-        ("AverisToggle", "event"),
-        (bench.CONTROL, "every step"),
-        ("AdaptiveGradientClipping", "every step"),
-        ("HotChannelRefresh", "every step"),
-    ]
+    variants = bench.VARIANTS.items()
+    assert sorted((r["variant"], r["kind"]) for r in records) == sorted(
+        [(name, "event") for name, variant in variants if variant.event is not None]
+        + [(name, "every step") for name, variant in variants if variant.steady is not None]
+    )
+    for record in records:
+        assert "failed" not in record
+        assert len(record["pairs_ms" if record["kind"] == "event" else "segments_ms"]) == 2
     assert {r["recipe"] for r in records if r["variant"] == "HotChannelRefresh"} == {"chon"}
     assert all(r["quantiser"] == ops.backend(harness.pick_device()) for r in records)
     table = bench.write_report(results)
@@ -125,12 +141,91 @@ def test_the_command_measures_and_reports(tmp_path, capsys):
     assert table.strip() in readme.read_text()
 
 
+class Broken(Callback):
+    def __init__(self, hook):
+        setattr(self, hook, self.fail)
+
+    def fail(self, *_):
+        raise ValueError("broken on purpose")
+
+
+class Breaking(Callback):
+    """What fails is the step after it."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pl_module.training_step = Broken("fail").fail
+
+
+def test_what_fails_costs_no_other_its_result(tmp_path, capsys, monkeypatch):
+    def event(make):
+        return bench.Event(what="event", make=make, parity=0, interval=None)
+
+    def troubled():
+        health = bench.FP4HealthCheck("warn")
+        health.events = 1
+        return [health]
+
+    fine = bench.Variant(steady=list, event=event(Callback), recipe="high_precision")
+    variants = {
+        "at start": dataclasses.replace(
+            fine, steady=lambda: [Broken("on_train_start")], event=event(lambda: Broken("on_train_batch_end"))
+        ),
+        "fine": fine,
+        "at a step": dataclasses.replace(fine, steady=lambda: [Broken("on_after_backward")], event=None),
+        "the step": dataclasses.replace(fine, steady=lambda: [Breaking()], event=None),
+        "troubled": dataclasses.replace(fine, steady=troubled, event=None),
+    }
+    monkeypatch.setattr(bench, "VARIANTS", variants)
+    monkeypatch.setattr(bench, "WARMUP_PAIRS", 1)
+    results = tmp_path / "callbacks.json"
+    failed = "at start (event), at start (every step), at a step (every step), the step (every step), troubled"
+    with pytest.raises(SystemExit, match=re.escape(f"failed: {failed} (every step)")):
+        bench.main([*TINY, "--results", str(results)])
+    records = {(r["variant"], r["kind"]): r for r in harness.load_results(results)}
+    assert len(records) == 7
+    for key, record in records.items():
+        assert ("failed" in record) is (key[0] != "fine")
+        assert key[0] in ("fine", "troubled") or record["failed"] == "ValueError: broken on purpose"
+    out = capsys.readouterr()
+    assert "at start, event: failed: ValueError: broken on purpose" in out.out
+    assert "in fail" in out.err  # the traceback
+    rows = {row["callback"]: row for row in bench.summarize(list(records.values()))}
+    assert rows["at start"]["at every step"] == rows["at start"]["extra ms"] == "failed"
+    assert rows["at start"]["in all"] is None
+    assert "%" in rows["fine"]["at every step"]
+
+
+def test_all_of_a_recipe_fail_where_no_variant_is_to_blame(monkeypatch):
+    def fit(self, recipe, callbacks, steps):
+        raise RuntimeError("no such model")
+
+    monkeypatch.setattr(bench.Setting, "fit", fit)
+    variants = {name: bench.Variant(steady=list) for name in "ab"}
+    found = bench.measure_steady(SETTING, variants, segment=1, seconds=0)
+    assert [(name, result["failed"]) for name, result in found.items()] == [
+        (name, "RuntimeError: no such model") for name in "ab"
+    ]
+
+
+def test_the_report_keeps_settings_apart(tmp_path):
+    steady = {"kind": "every step", "overhead": [0.01, 0.0, 0.02], "base_ms": 20.0, "quantiser": "triton"}
+    steady["environment"] = {"device": "a GPU", "torch": "2", "lightning": "2"}
+    large, small = {**steady, "setting": "large"}, {**steady, "setting": "small", "overhead": [0.05, 0.0, 0.1]}
+    results = tmp_path / "callbacks.json"
+    harness.write_results(results, [{**large, "variant": bench.CONTROL}, {**small, "variant": "PrecisionMonitor"}])
+    report = bench.write_report(results)
+    assert "a GPU, torch 2, lightning 2; small, nothing compiled" in report
+    assert "+5.00 %" in report
+    assert bench.CONTROL not in report
+
+
 def test_the_table_spreads_what_happens_once_in_a_while():
     event = {"variant": "PrecisionMonitor", "kind": "event", "what": "log", "interval": 50, "ordinary_ms": 20.0}
-    steady = {"variant": "PrecisionMonitor", "kind": "every step", "overhead": [0.001, -0.002, 0.003]}
+    steady = {"variant": "PrecisionMonitor", "kind": "every step", "overhead": [0.001, -0.002, 0.003], "base_ms": 19.0}
     switch = {"variant": "AverisToggle", "kind": "event", "what": "switch", "interval": None, "ordinary_ms": 20.0}
     rows = bench.summarize([{**event, "extra_ms": [10.0, 5.0, 20.0]}, steady, {**switch, "extra_ms": [1.0, 0.0, 2.0]}])
     assert rows[0]["at every step"] == "+0.10 % (-0.20 to +0.30)"
+    assert rows[0]["ms a step"] == "20.0"
     assert rows[0]["that is"] == "+1.00 % (+0.50 to +2.00)"
     assert rows[0]["in all"] == "+1.10 %"
     assert rows[1]["extra ms"] == "1.00 (0.00 to 2.00)"

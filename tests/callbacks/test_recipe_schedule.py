@@ -160,6 +160,27 @@ def test_several_schedules_in_one_run():
     assert kinds(watch)[:5] == "cq cq"
 
 
+class Forwarding(Callback):
+    """Calls another callback, which the Trainer does not know of."""
+
+    def __init__(self, callback):
+        for hook in ("on_train_start", "on_train_epoch_start", "on_train_batch_start"):
+            setattr(self, hook, getattr(callback, hook))
+
+
+def test_a_wrapped_schedule_counts_itself():
+    schedule = RecipeSchedule({0: "high_precision", 1: "initial", 3: FORWARD})
+    watch, model, _ = fit(Forwarding(schedule))
+    assert kinds(watch) == "- q q f"
+    watch, _, _ = fit(Forwarding(schedule), model=model)
+    assert kinds(watch) == "- q q f"
+
+
+def test_a_wrapped_schedule_beside_a_listed_one_warns():
+    with pytest.warns(UserWarning, match="not among `Trainer\\(callbacks=...\\)`"):
+        fit(Forwarding(RecipeSchedule({3: FORWARD})), callbacks=[AverisToggle({0: True})])
+
+
 def test_a_fraction_of_a_run_without_end_is_refused():
     with pytest.raises(MisconfigurationException, match="no end"):
         fit(RecipeSchedule({0.5: "high_precision"}), max_epochs=-1)
