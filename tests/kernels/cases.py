@@ -4,9 +4,9 @@ Kernels are compiled anew for each call, which takes seconds. Then many matrices
 alike: Triton also compiles anew for sizes and strides that are 1 or multiples of 16, which ``test_gpu`` has tests of
 its own for. So every call is checked with all the data, but not all choices with all others:
 
-- Both forms at once: every quantiser for every units, in each form. Every format, every rule (with its rounding) and
-  every units of each form with every dtype, every layout, centred and not, those of the column form with every
-  rotation; and dtype x centring x layout, dtype x centring x rotation, layout x rotation, units x units.
+- Both forms at once: every quantiser in each form, every format and every rule (with its rounding) for every units.
+  Format, rule and units of each form with every dtype, every layout, centred and not, those of the column form with
+  every rotation; and dtype x centring x layout, dtype x centring x rotation, layout x rotation, units x units.
 - Patched rows: every quantiser. Every format, rule and units with every choice of parts, dtype and layout, centred and
   not; every format and rule for every units; dtype x centring x layout and x parts.
 - One form alone: every format and units together, and with every dtype, layout, rotation, centred and not.
@@ -129,8 +129,14 @@ def spread(fixed: Sequence[dict[str, Any]], free: dict[str, Sequence], together:
     return cases
 
 
-FORMS = [Form(quantizer=quantizer, units=units) for quantizer in QUANTIZERS for units in UNITS]
-_BY_UNITS = [Form(quantizer=quantizer, units=units) for units in UNITS for quantizer in QUANTIZERS]
+FORMS = [
+    Form(quantizer=quantizer, units=units)
+    for i, quantizer in enumerate(QUANTIZERS)
+    for k, units in enumerate(UNITS)
+    if quantizer.format is MXFP4 or (i + i // len(RULES)) % 3 != k
+]
+"""Every quantiser, for two of the three units, or all where the format has but two quantisers."""
+_LONG = FORMS[-6:]
 _FREE = {"dtype": DTYPES, "centered": [False, True], "layout": list(LAYOUTS)}
 _ROTATED = {**_FREE, "hadamard": [0, 16, 2, 4, 8]}
 
@@ -141,7 +147,13 @@ def _with(side: str, *others: str) -> list[str]:
 
 TOGETHER = {
     "BOTH": [
-        *("rows.quantizer rows.units", "columns.quantizer columns.units", "rows.units columns.units"),
+        *(
+            "rows.format rows.units",
+            "rows.rule rows.units",
+            "columns.format columns.units",
+            "columns.rule columns.units",
+        ),
+        "rows.units columns.units",
         *("dtype centered layout", "dtype centered hadamard", "layout hadamard"),
         *_with("rows", *_FREE),
         *_with("columns", *_ROTATED),
@@ -160,13 +172,15 @@ TOGETHER = {
 """What meets in the cases of each list: all combinations of the choices of these names."""
 
 BOTH = spread(
-    [dict(rows=rows, columns=columns) for rows, columns in zip(FORMS, _BY_UNITS, strict=True)],
+    [dict(rows=rows, columns=columns) for rows, columns in zip(FORMS, FORMS[32:] + FORMS[:32], strict=True)],
     _ROTATED,
     TOGETHER["BOTH"],
 )
-ROWS = spread([dict(rows=form) for form in FORMS[::4] + FORMS[-5::2]], _FREE, TOGETHER["ROWS"])
-COLUMNS = spread([dict(columns=form) for form in FORMS[2::4] + FORMS[-6:]], _ROTATED, TOGETHER["COLUMNS"])
-LONGEST = spread([dict(columns=form, hadamard=32) for form in FORMS[-6:]], _FREE, TOGETHER["LONGEST"])
+ROWS = spread([dict(rows=form) for form in (*FORMS[:-6:5], *FORMS[1:-6:5], *_LONG)], _FREE, TOGETHER["ROWS"])
+COLUMNS = spread(
+    [dict(columns=form) for form in (*FORMS[2:-6:5], *FORMS[3:-6:5], *_LONG)], _ROTATED, TOGETHER["COLUMNS"]
+)
+LONGEST = spread([dict(columns=form, hadamard=32) for form in _LONG], _FREE, TOGETHER["LONGEST"])
 PATCHED = spread(
     [dict(rows=Form(quantizer=q, units=UNITS[1 + i % 2])) for i, q in enumerate(QUANTIZERS + QUANTIZERS[-11:])],
     {**_FREE, "layout": list(LAYOUTS)[1:], "parts": PARTS},

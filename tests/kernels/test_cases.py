@@ -28,7 +28,8 @@ def test_every_choice_is_taken():
         assert {form.units for form in forms} == set(UNITS)
         assert {form.rule for form in forms} == {(q.rounding.value, q.scale_rule.value) for q in QUANTIZERS}
         assert {form.format for form in forms} == {q.format.name for q in QUANTIZERS}
-    assert {case.rows.quantizer for case in LISTS["PATCHED"]} == set(QUANTIZERS)
+    for name, side in (("BOTH", "rows"), ("BOTH", "columns"), ("PATCHED", "rows")):
+        assert {getattr(case, side).quantizer for case in LISTS[name]} == set(QUANTIZERS)
     assert {case.parts for case in LISTS["PATCHED"]} == set(PARTS)
     for name in ("BOTH", "COLUMNS"):
         assert {case.hadamard for case in LISTS[name]} == {0, 2, 4, 8, 16}
