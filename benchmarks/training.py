@@ -217,7 +217,9 @@ def measure(row: Row) -> dict[str, Any]:
         enable_model_summary=False,
         **precision,
     )
-    trainer.fit(LanguageModel(inner), DataLoader(data, batch_size=None, pin_memory=torch.cuda.is_available()))
+    # There is no warm-up, so the rate is small for wide models.
+    module = LanguageModel(inner, learning_rate=min(3e-4, 0.3 / row.size.width))
+    trainer.fit(module, DataLoader(data, batch_size=None, pin_memory=torch.cuda.is_available()))
     plugin = trainer.precision_plugin
     report = plugin.report() if isinstance(plugin, FP4Precision) else None
     step_ms = times.clock.intervals_ms()

@@ -64,13 +64,14 @@ def _kernels(x: Tensor) -> Any:
 
 
 def gemm_path(
-    device: torch.device, lhs: Quantizer | None = None, rhs: Quantizer | None = None, wanted: GemmUnits = "auto"
+    device: torch.device, lhs: Quantizer | None = None, rhs: Quantizer | None = None, wanted: GemmUnits = "exact"
 ) -> Units:
     """Which units multiply two quantised operands on this device; without quantisers, those that suit all formats.
 
-    ``"auto"`` takes FP8 units where they are exact, and BF16 units, which are exact for every format, elsewhere. FP4
-    units have to be asked for: that path has not run on hardware yet. A CPU computes in float32; it can show what FP8
-    units would give, from the same E4M3 operands.
+    ``"auto"`` takes FP8 units where the device has them and they take the formats, ``"exact"`` only where they are
+    exact too; BF16 units, which are exact for every format, multiply the rest. FP4 units have to be asked for: that
+    path has not run on hardware yet. A CPU computes in float32; it can show what FP8 units would give, from the same
+    E4M3 operands.
 
     Raises:
         ValueError: if FP4 or FP8 units are asked for and the device has none, or they do not take the formats.
@@ -89,8 +90,8 @@ def gemm_path(
         return "fp8"
     if device.type != "cuda":
         return "fp32"
-    exact = suits and wanted == "auto" and is_exact("fp8", lhs, rhs)
-    return "fp8" if exact and _has_fp8(device) else "bf16"
+    takes_fp8 = suits and wanted != "bf16" and (wanted == "auto" or is_exact("fp8", lhs, rhs))
+    return "fp8" if takes_fp8 and _has_fp8(device) else "bf16"
 
 
 def _has_fp8(device: torch.device) -> bool:

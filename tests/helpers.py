@@ -18,7 +18,7 @@ GOLDENS = Path(__file__).parent / "goldens"
 FULL_GOLDENS = Path(__file__).resolve().parents[2] / "shared" / "goldens"
 
 #: The recipe without randomness, for comparisons to the bit.
-RTN = get_recipe("nvfp4", stochastic_rounding=False)
+RTN = get_recipe("nvfp4", stochastic_rounding=False, units="exact")
 
 
 @functools.cache

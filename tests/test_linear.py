@@ -27,7 +27,7 @@ from tests.helpers import (
     without_blocks,
 )
 
-SR = get_recipe("nvfp4")
+SR = get_recipe("nvfp4", units="exact")
 MX = get_recipe("mxfp4", stochastic_rounding=False)
 RECIPES = [get_recipe(name) for name in list_recipes()]
 
@@ -55,7 +55,7 @@ def _assert_golden_run(case, recipe, device):
 @pytest.mark.parametrize("key", golden_cases("linear_rtn"))
 def test_golden_nearest(key, device):
     case = golden_cases("linear_rtn")[key]
-    recipe = get_recipe("nvfp4", stochastic_rounding=False, gradient_scale="rne")
+    recipe = get_recipe("nvfp4", stochastic_rounding=False, gradient_scale="rne", units="exact")
     quantizers = {
         "x_row": (case["x"], recipe.fprop.lhs, None),
         "x_col": (case["x"].T, recipe.wgrad.rhs, 16),
@@ -76,7 +76,7 @@ def test_golden_nearest(key, device):
 @pytest.mark.parametrize("key", golden_cases("linear_sr"))
 def test_golden_stochastic_with_given_bytes(key, device, monkeypatch):
     case = golden_cases("linear_sr")[key]
-    recipe = get_recipe("nvfp4", gradient_scale="rne")
+    recipe = get_recipe("nvfp4", gradient_scale="rne", units="exact")
     given = {"dgrad": case["dy_row_rbits8"], "wgrad": case["dy_col_rbits8"]}
     drawn = []
 

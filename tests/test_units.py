@@ -61,7 +61,7 @@ def test_without_channels_patching_recipes_use_the_units_too(mode):
     x, w = torch.randn(33, 80), torch.randn(48, 80)
     plain = fp4_linear(x, w, None, _recipe("nvfp4", units="fp8", weight_2d=False), new_rng_state(0, 0, "layer"))
     for channels in (None, torch.zeros(0, dtype=torch.int64)):
-        recipe = get_recipe("chon", mode=mode, units="fp8")
+        recipe = get_recipe("chon", mode=mode, forward_scale="rne", units="fp8")
         assert same_bits(fp4_linear(x, w, None, recipe, new_rng_state(0, 0, "layer"), channels), plain)
 
 
@@ -124,18 +124,33 @@ def test_fp8_units_need_one_scale_per_tensor():
     mxfp4 = Quantizer(format=MXFP4, scale_rule="unbiased")
     with pytest.raises(ValueError, match="one scale per tensor"):
         matmul.units_of(Gemm(lhs=mxfp4, rhs=mxfp4, units="fp8"), torch.device("cpu"))
-    with pytest.raises(ValueError, match="'auto', 'bf16', 'fp8' or 'fp4'"):
+    with pytest.raises(ValueError, match="'auto', 'exact', 'bf16', 'fp8', 'fp4'"):
         Gemm(units="int8")
 
 
 def test_closed_rules_take_fp8_units_where_there_are_some(monkeypatch):
     closed, plain, cuda = Quantizer(scale_rule="closed"), Quantizer(), torch.device("cuda")
+    mxfp4 = Quantizer(format=MXFP4, scale_rule="unbiased")
     for capability, units in (((8, 0), "bf16"), ((8, 9), "fp8"), ((9, 0), "fp8")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert ops.gemm_path(cuda, closed, closed) == units
+        assert ops.gemm_path(cuda, closed, closed) == ops.gemm_path(cuda, closed, closed, "exact") == units
         assert ops.gemm_path(cuda, closed, closed, "bf16") == ops.gemm_path(cuda, closed, plain) == "bf16"
+        assert ops.gemm_path(cuda, plain, plain, "auto") == ops.gemm_path(cuda, closed, closed, "auto") == units
+        assert ops.gemm_path(cuda, mxfp4, mxfp4, "auto") == ops.gemm_path(cuda, plain, None, "auto") == "bf16"
         if units == "fp8":
             assert ops.gemm_path(cuda, plain, plain, "fp8") == "fp8"
         else:
             with pytest.raises(ValueError, match="no FP8 units"):
                 ops.gemm_path(cuda, closed, closed, "fp8")
+
+
+def test_named_recipes_take_the_fast_units_and_parts_the_exact_ones(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    cuda = torch.device("cuda")
+    for name in ("nvfp4", "four_over_six", "averis", "chon"):
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            assert matmul.describe(getattr(get_recipe(name), gemm), cuda) == "fp8 (one extra rounding)"
+            assert matmul.describe(getattr(get_recipe(name, units="exact"), gemm), cuda) == "bf16"
+    assert matmul.describe(get_recipe("nvfp4", **CLOSED).fprop, cuda) == "fp8"
+    assert matmul.describe(get_recipe("mxfp4").fprop, cuda) == "bf16"
+    assert matmul.describe(Gemm(lhs=Quantizer(), rhs=Quantizer()), cuda) == "bf16"

@@ -55,8 +55,8 @@ def rotate(values, SIZE: tl.constexpr, dtype: tl.constexpr):
     """Rotate groups of ``SIZE`` neighbours of a tuple of tensors by the butterflies of ``reference.rotate``.
 
     ``dtype`` is what the values were before they were float32. Sixteen values need a factor of 1/4, which is exact for
-    all but the smallest float32, so the first butterflies take it into their sums. Signs change by a product: Triton 3.6
-    subtracts from zero for a minus, which loses the sign of a zero.
+    all but the smallest float32, so the first butterflies take it into their sums. Signs change by a product: for a
+    minus Triton 3.6 subtracts from zero, which loses the sign of a zero.
     """
     FUSED: tl.constexpr = SIZE == 16 and dtype != tl.float32
     out = ()

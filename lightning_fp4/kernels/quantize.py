@@ -31,6 +31,7 @@ from lightning_fp4.kernels._launch import (
 )
 from lightning_fp4.kernels._tiles import (
     corner,
+    last_tile_first,
     load_columns,
     load_globals,
     load_rows,
@@ -46,6 +47,7 @@ from lightning_fp4.quantizer import Quantizer, Rounding, ScaleRule
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Patch, Units, operand_shift
 
 _BLOCK_M, _BLOCK_N, _WARPS, _REGISTERS = 64, 64, 4, None
+_REVERSED = True  # the pass for the maxima came just before
 
 
 @triton.jit
@@ -70,15 +72,17 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     COLUMN_R: tl.constexpr, COLUMN_C: tl.constexpr, COLUMN_E8M0: tl.constexpr, COLUMN_RULE: tl.constexpr,
     COLUMN_STOCHASTIC: tl.constexpr, COLUMN_CANDIDATES: tl.constexpr,
     CENTER: tl.constexpr, HADAMARD: tl.constexpr, WORDS: tl.constexpr, NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, REVERSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``x`` ``[rows, columns]`` to the forms whose ``UNITS`` are not ``"none"``.
 
     With ``WORDS`` the rows are contiguous and whole numbers of groups, and ``word_ptr`` is ``x_ptr`` to int64. With
     ``WIDE`` offsets within a tile may exceed 32 bits. With ``CENTER`` the mean of each column is taken out first. Rows
-    of the row form are ``out_stride`` groups apart.
+    of the row form are ``out_stride`` groups apart. ``REVERSED``: the last rows first.
     """
     pid_m, pid_n = tile_of_program()
+    if REVERSED:
+        pid_m = last_tile_first(pid_m, rows, BLOCK_M)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     index_type: tl.constexpr = tl.int64 if WIDE else tl.int32
     first_m = pid_m * BLOCK_M
@@ -328,8 +332,8 @@ class _Plan:
                 _quantize_kernel,
                 self._rows and self._rows.layout, self._columns and self._columns.layout,
                 CENTER=mean is not None, HADAMARD=self._hadamard or 0, WORDS=self._words, NATIVE_E4M3=has_e4m3(x),
-                EVEN=is_even(x, _BLOCK_M, _BLOCK_N), WIDE=is_wide(x, _BLOCK_M, _BLOCK_N), BLOCK_M=_BLOCK_M,
-                BLOCK_N=_BLOCK_N, warps=_WARPS, registers=_REGISTERS,
+                EVEN=is_even(x, _BLOCK_M, _BLOCK_N), WIDE=is_wide(x, _BLOCK_M, _BLOCK_N), REVERSED=_REVERSED,
+                BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, warps=_WARPS, registers=_REGISTERS,
             ).on(grid_of(x, _BLOCK_M, _BLOCK_N))  # fmt: skip
 
     def __call__(

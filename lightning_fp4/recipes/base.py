@@ -7,14 +7,14 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_fp4.naming import Role
 from lightning_fp4.quantizer import Centering, Quantizer
 
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 
-GemmUnits = Literal["auto", "bf16", "fp8", "fp4"]
+GemmUnits = Literal["auto", "exact", "bf16", "fp8", "fp4"]
 
 _HADAMARD_SIZES = (2, 4, 8, 16, 32)
 _GEMMS: tuple[GemmName, ...] = ("fprop", "dgrad", "wgrad")
@@ -115,10 +115,11 @@ class Gemm:
         rhs: quantiser of the right operand, ``None`` to leave it in high precision.
         hadamard: group length of the random Hadamard transform that both operands go through along the contraction
             axis before they are quantised; ``None`` for no transform.
-        units: what multiplies: ``"auto"`` for FP8 units where they are exact and BF16 units elsewhere, ``"bf16"`` for
-            BF16 units, which always are exact, ``"fp8"`` for FP8 units, which round operands once more unless their
-            scale rules are closed, or ``"fp4"`` for Blackwell's FP4 units, which round the sums of MXFP4 operands once
-            more.
+        units: what multiplies: ``"exact"`` for FP8 units where they are exact and BF16 units elsewhere; ``"auto"``, the
+            default of the named recipes, for FP8 units wherever the device has them and they take the formats;
+            ``"bf16"`` for BF16 units, which always are exact; ``"fp8"`` for FP8 units, which round operands once more
+            unless their scale rules are closed; or ``"fp4"`` for Blackwell's FP4 units, which round the sums of MXFP4
+            operands once more. Reports name what ran, and its extra rounding.
         hot_channels: patch some channels of the contraction axis; ``None`` for none.
 
     Raises:
@@ -128,12 +129,14 @@ class Gemm:
     lhs: Quantizer | None = None
     rhs: Quantizer | None = None
     hadamard: int | None = None
-    units: GemmUnits = "auto"
+    units: GemmUnits = "exact"
     hot_channels: HotChannels | None = None
 
     def __post_init__(self) -> None:
-        if self.units not in ("auto", "bf16", "fp8", "fp4"):
-            raise ValueError(f"`Gemm(units={self.units!r})` must be 'auto', 'bf16', 'fp8' or 'fp4'.")
+        if self.units not in get_args(GemmUnits):
+            raise ValueError(
+                f"`Gemm(units={self.units!r})` must be one of {', '.join(map(repr, get_args(GemmUnits)))}."
+            )
         if self.lhs and self.rhs and self.lhs.format.block[1] != self.rhs.format.block[1]:
             raise ValueError(
                 f"`Gemm(lhs={self.lhs}, rhs={self.rhs})`: both operands need blocks of the same length along the "

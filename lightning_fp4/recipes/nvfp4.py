@@ -28,7 +28,8 @@ def nvfp4(
             Blackwell software; biased under stochastic rounding), or ``"closed_up"`` (unbiased, exact on FP8 units).
         forward_scale: scale rule of inputs and weights: ``"rne"`` or ``"four_over_six"``; exact on FP8 units:
             ``"closed"``, ``"closed_up"`` or ``"closed_best"``.
-        units: what multiplies, see ``Gemm``. ``"fp8"`` is the fast choice on Ada and Hopper.
+        units: what multiplies, see ``Gemm``. ``"auto"`` is fast on Ada and Hopper, whose FP8 units round each operand
+            once more unless the scale rules are closed; ``"exact"`` does without that.
         first_blocks: blocks at the start to leave in high precision, a count or a fraction.
         last_blocks: blocks at the end to leave in high precision, a count or a fraction.
     """

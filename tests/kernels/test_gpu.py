@@ -337,7 +337,7 @@ def _recipe(units, **options):
 @pytest.mark.parametrize("sizes", [(37, 64, 48), (128, 256, 128), (1, 172, 64)], ids=str)
 def test_layer_matches_the_cpu(sizes):
     tokens, k, n = sizes
-    recipe = _recipe("auto", stochastic_rounding=False)
+    recipe = _recipe("exact", stochastic_rounding=False)
     x, grad = torch.randn(tokens, k), torch.randn(tokens, n)
     host = run(fp4_linear_layer(k, n, recipe), x, grad)
     card = run(fp4_linear_layer(k, n, recipe, device=CUDA), x.to(CUDA), grad.to(CUDA))
@@ -345,7 +345,7 @@ def test_layer_matches_the_cpu(sizes):
         assert relative_error(card[name], value) < 2e-6, name
 
 
-@pytest.mark.parametrize("units", ["auto", "fp8"])
+@pytest.mark.parametrize("units", ["exact", "fp8"])
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -385,9 +385,9 @@ CLOSED = {"forward_scale": "closed", "gradient_scale": "closed_up"}
 @pytest.mark.parametrize(
     ("units", "options"),
     [
-        pytest.param("auto", {}, marks=_group("layers on bf16 units")),
+        pytest.param("exact", {}, marks=_group("layers on bf16 units")),
         pytest.param("fp8", {}, marks=_group("layers on fp8 units")),
-        pytest.param("auto", CLOSED, marks=_group("closed layers")),
+        pytest.param("exact", CLOSED, marks=_group("closed layers")),
         pytest.param("fp8", CLOSED, marks=_group("closed layers")),
     ],
     ids=str,
