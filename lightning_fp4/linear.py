@@ -370,6 +370,17 @@ class FP4Layer(nn.Module):
     fp4_channel_scores: Tensor | None = None
     fp4_weight_forms: WeightForms | None = None
 
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        """Take the state along when the layer moves: moved in its first call, it would be compiled twice."""
+        super()._apply(fn, recurse)
+        parameter = next(self.parameters(), None)
+        if parameter is not None and not parameter.is_meta:
+            with torch.inference_mode(False):
+                self.fp4_rng_state = self.fp4_rng_state.to(parameter.device)
+                if self.fp4_hot_channels is not None:
+                    self.fp4_hot_channels = self.fp4_hot_channels.to(parameter.device)
+        return self
+
     def _fp4_forward(self, input: Tensor, stored: Tensor, bias: Tensor | None, *, transposed: bool = False) -> Tensor:
         # Read once by the caller: a parametrization computes the weight each time that it is read.
         weight = stored.T if transposed else stored

@@ -620,8 +620,9 @@ def _one_form(
     units: Optional[Units],
     mean: Tensor | None,
     patch: Patch | None,
+    pool: bool = True,
 ) -> FP4Tensor | FP4Operand:
-    """What :func:`quantize` returns."""
+    """What :func:`quantize` returns; ``pool`` is for the kernels."""
     kernels = _kernels(x)
     if mean is not None and (hadamard and not transposed):  # which the kernels do on the transpose
         x, mean = reference.subtract_mean(x, mean), None
@@ -636,6 +637,7 @@ def _one_form(
             units=units,
             mean=mean,
             patch=patch,
+            pool=pool,
         )
     x = x if mean is None else reference.subtract_mean(x, mean)
     return _reference_form(x.T if transposed else x, quantizer, hadamard, seed, stream, units, patch)
@@ -657,7 +659,8 @@ def _quantize(
     parts: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     quantizer, patch, wanted = _parse(f"{format}/{rounding}/{scale_rule}"), _patch(channels, parts), units or None
-    form = _one_form(x, quantizer, hadamard or None, transposed, seed, stream, wanted, mean, patch)  # type: ignore[arg-type]
+    arguments: Any = (quantizer, hadamard or None, transposed, seed, stream, wanted, mean, patch, False)
+    form = _one_form(x, *arguments)
     return _parts(x, form)
 
 
@@ -682,8 +685,9 @@ def _both_forms(
     units: tuple[Optional[Units], Optional[Units]],
     mean: Tensor | None,
     patch: Patch | None,
+    pool: bool = True,
 ) -> tuple[FP4Tensor | FP4Operand, FP4Tensor | FP4Operand]:
-    """What :func:`quantize_both` returns."""
+    """What :func:`quantize_both` returns; ``pool`` is for the kernels."""
     kernels = _kernels(x)
     if kernels is not None and kernels.supports(rows, None, units[0]) and kernels.supports(columns, hadamard, units[1]):
         return kernels.quantize_both(
@@ -693,6 +697,7 @@ def _both_forms(
             hadamard=hadamard,
             seed=seed,
             mean=mean,
+            pool=pool,
         )
     x = x if mean is None else reference.subtract_mean(x, mean)
     first: Any = _reference_form(x, rows, None, seed, streams[0], None)
@@ -729,10 +734,10 @@ def _quantize_both(
     units: Any = (row_units or None, column_units or None)
     streams, patch = (row_stream, column_stream), _patch(channels, parts)
     forms = _both_forms(
-        x, _parse(rows), _parse(columns), hadamard or None, seed, streams, units, mean, patch
+        x, _parse(rows), _parse(columns), hadamard or None, seed, streams, units, mean, patch, pool=False
     )  # fmt: skip
     row_parts, column_parts = (_parts(x, form) for form in forms)
-    if column_parts[2].data_ptr() == row_parts[2].data_ptr():  # those of a matrix that is not rotated
+    if column_parts[2].untyped_storage().data_ptr() == row_parts[2].untyped_storage().data_ptr():
         column_parts = (*column_parts[:2], column_parts[2].clone())  # an operator's results may not share memory
     return (*row_parts, *column_parts)
 

@@ -201,7 +201,7 @@ def traits(x: Tensor) -> tuple:
 class _Zeros(threading.local):
     """The zeros that are left of a larger piece, by device and stream, for each thread."""
 
-    PIECE = 4096
+    PIECE = 512
 
     def __init__(self) -> None:
         self._left: dict[tuple[int, int], tuple[Tensor, int]] = {}
@@ -219,12 +219,13 @@ class _Zeros(threading.local):
 _zeros = _Zeros()
 
 
-def zeros(count: int, like: Tensor) -> Tensor:
+def zeros(count: int, like: Tensor, pool: bool) -> Tensor:
     """Zeros, int32 ``[count, 1]``, for atomic operations, that nobody else has or had.
 
-    A few of them are taken from a larger piece, since clearing a piece takes as long as a kernel. Not while a CUDA
-    graph is captured, whose replays need zeros again.
+    With ``pool``, a few of them are taken from a larger piece, since clearing a piece takes as long as a kernel. Not
+    for operators that someone watches: compilers account for all memory that is used while they record a CUDA graph.
+    Nor while one is captured, whose replays need zeros again.
     """
-    if count > _Zeros.PIECE // 16 or not like.is_cuda or torch.cuda.is_current_stream_capturing():
+    if not pool or count > _Zeros.PIECE // 16 or not like.is_cuda or torch.cuda.is_current_stream_capturing():
         return torch.zeros((count, 1), dtype=torch.int32, device=like.device)
     return _zeros.take(count, like.get_device())

@@ -23,13 +23,6 @@ def tile_of_program():
 
 
 @triton.jit
-def last_tile_first(pid_m, rows, BLOCK_M: tl.constexpr):
-    """``pid_m`` from the end: what another kernel has just read from the beginning is in the cache there."""
-    tiles = (rows + BLOCK_M - 1) // BLOCK_M
-    return tl.where(pid_m < tiles, tiles - 1 - pid_m, pid_m)  # past the end are the programs to spare
-
-
-@triton.jit
 def corner(stride_m, stride_n, pid_m, pid_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Offset in int64 of the first element of a tile; ``pid_m`` and ``pid_n`` are int64."""
     return pid_m * BLOCK_M * stride_m + pid_n * BLOCK_N * stride_n

@@ -99,6 +99,7 @@ def amax(
     columns: GlobalScale | None,
     hadamard: int | None = None,
     mean: Tensor | None = None,
+    pool: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The maxima that the row form and the column form of ``x`` ``[M, N]`` need.
 
@@ -108,6 +109,7 @@ def amax(
         columns: the same for the column form, whose rows are the columns of ``x``.
         hadamard: the column form's rotation, along the columns of ``x``.
         mean: float32 ``[1, N]``, contiguous, taken out of each row of ``x`` first.
+        pool: whether they may be slices of a larger tensor, see ``_launch.zeros``.
 
     Returns:
         float32 ``[1, 1]``, ``[M, 1]`` / ``[N, 1]`` or ``None`` for each form. NaN propagates.
@@ -118,8 +120,8 @@ def amax(
         plan = _plans.keep(key, _Plan(x, rows, columns, hadamard, mean))
     if is_elsewhere(plan.device):
         with torch.cuda.device(plan.device):
-            return plan(x, mean)
-    return plan(x, mean)
+            return plan(x, mean, pool)
+    return plan(x, mean, pool)
 
 
 class _Plan:
@@ -155,10 +157,10 @@ class _Plan:
                 EVEN=is_even(x, block_m, block_n), WIDE=is_wide(x, block_m, block_n), BLOCK_M=block_m, BLOCK_N=block_n,
             ).on(grid_of(x, block_m, block_n))  # fmt: skip
 
-    def __call__(self, x: Tensor, mean: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def __call__(self, x: Tensor, mean: Tensor | None, pool: bool) -> tuple[Tensor | None, Tensor | None]:
         if not self._count:
             return None, None
-        bits = zeros(self._count, x)  # which sort as the non-negative floats do
+        bits = zeros(self._count, x, pool)  # which sort as the non-negative floats do
         if self._launch is not None:
             self._launch(x, *self._sizes, x if mean is None else mean, bits, *self._places)
         maxima = bits.view(torch.float32)

@@ -31,7 +31,6 @@ from lightning_fp4.kernels._launch import (
 )
 from lightning_fp4.kernels._tiles import (
     corner,
-    last_tile_first,
     load_columns,
     load_globals,
     load_rows,
@@ -47,7 +46,6 @@ from lightning_fp4.quantizer import Quantizer, Rounding, ScaleRule
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Patch, Units, operand_shift
 
 _BLOCK_M, _BLOCK_N, _WARPS, _REGISTERS = 64, 64, 4, None
-_REVERSED = True  # the pass for the maxima came just before
 
 
 @triton.jit
@@ -72,17 +70,15 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     COLUMN_R: tl.constexpr, COLUMN_C: tl.constexpr, COLUMN_E8M0: tl.constexpr, COLUMN_RULE: tl.constexpr,
     COLUMN_STOCHASTIC: tl.constexpr, COLUMN_CANDIDATES: tl.constexpr,
     CENTER: tl.constexpr, HADAMARD: tl.constexpr, WORDS: tl.constexpr, NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr, REVERSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``x`` ``[rows, columns]`` to the forms whose ``UNITS`` are not ``"none"``.
 
     With ``WORDS`` the rows are contiguous and whole numbers of groups, and ``word_ptr`` is ``x_ptr`` to int64. With
     ``WIDE`` offsets within a tile may exceed 32 bits. With ``CENTER`` the mean of each column is taken out first. Rows
-    of the row form are ``out_stride`` groups apart. ``REVERSED``: the last rows first.
+    of the row form are ``out_stride`` groups apart.
     """
     pid_m, pid_n = tile_of_program()
-    if REVERSED:
-        pid_m = last_tile_first(pid_m, rows, BLOCK_M)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     index_type: tl.constexpr = tl.int64 if WIDE else tl.int32
     first_m = pid_m * BLOCK_M
@@ -258,6 +254,7 @@ def quantize_both(
     hadamard: int | None = None,
     seed: Tensor | None = None,
     mean: Tensor | None = None,
+    pool: bool = True,
 ) -> tuple[FP4Tensor | FP4Operand | None, FP4Tensor | FP4Operand | None]:
     """Quantise ``x`` along its rows, and ``x.T`` along its rows, reading ``x`` once (and once for the maxima).
 
@@ -268,6 +265,7 @@ def quantize_both(
         hadamard: rotate groups of this length along the columns for the column form.
         seed: int64 ``[2]``, key and step; needed by stochastic rounding only.
         mean: float32 ``[1, N]``, taken out of each row of ``x`` first as ``reference.subtract_mean`` does.
+        pool: whether the maxima may be slices of a larger tensor, see ``_launch.zeros``.
 
     Returns:
         The row form ``[M, N]``, with a patch ``[M, padded N + its width]``, and the column form ``[N, M]``.
@@ -287,8 +285,8 @@ def quantize_both(
     patch = None if rows is None else rows.patch
     if is_elsewhere(plan.device):
         with torch.cuda.device(plan.device):
-            return plan(x, seed, mean, patch)
-    return plan(x, seed, mean, patch)
+            return plan(x, seed, mean, patch, pool)
+    return plan(x, seed, mean, patch, pool)
 
 
 def _identity(form: Form | None) -> tuple | None:
@@ -332,14 +330,14 @@ class _Plan:
                 _quantize_kernel,
                 self._rows and self._rows.layout, self._columns and self._columns.layout,
                 CENTER=mean is not None, HADAMARD=self._hadamard or 0, WORDS=self._words, NATIVE_E4M3=has_e4m3(x),
-                EVEN=is_even(x, _BLOCK_M, _BLOCK_N), WIDE=is_wide(x, _BLOCK_M, _BLOCK_N), REVERSED=_REVERSED,
+                EVEN=is_even(x, _BLOCK_M, _BLOCK_N), WIDE=is_wide(x, _BLOCK_M, _BLOCK_N),
                 BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, warps=_WARPS, registers=_REGISTERS,
             ).on(grid_of(x, _BLOCK_M, _BLOCK_N))  # fmt: skip
 
     def __call__(
-        self, x: Tensor, seed: Tensor | None, mean: Tensor | None, patch: Patch | None
+        self, x: Tensor, seed: Tensor | None, mean: Tensor | None, patch: Patch | None, pool: bool
     ) -> tuple[FP4Tensor | FP4Operand | None, FP4Tensor | FP4Operand | None]:
-        row_amax, column_amax = amax(x, self._row_scale, self._column_scale, self._hadamard, mean)
+        row_amax, column_amax = amax(x, self._row_scale, self._column_scale, self._hadamard, mean, pool)
         by_rows, by_columns, stride = None, None, 0
         row_arguments: tuple[Tensor | int, ...] = (x, x, x, x, 0)
         column_arguments = row_arguments
@@ -379,18 +377,20 @@ def quantize(
     units: Units | None = None,
     mean: Tensor | None = None,
     patch: Patch | None = None,
+    pool: bool = True,
 ) -> FP4Tensor | FP4Operand:
     """One form alone: ``x``, or ``x.T`` if ``transposed``, quantised along its last axis.
 
-    Arguments are those of ``lightning_fp4.ops.quantize``; errors are those of :func:`quantize_both`.
+    Arguments are those of ``lightning_fp4.ops.quantize`` and ``pool``; that and errors are those of
+    :func:`quantize_both`.
     """
     form = Form(quantizer=quantizer, stream=stream, units=units, patch=patch)
     if hadamard and not transposed:
         assert mean is None
         x, transposed = x.T, True  # rotations run along columns
     if transposed:
-        _, quantized = quantize_both(x, None, form, hadamard=hadamard, seed=seed, mean=mean)
+        _, quantized = quantize_both(x, None, form, hadamard=hadamard, seed=seed, mean=mean, pool=pool)
     else:
-        quantized, _ = quantize_both(x, form, None, seed=seed, mean=mean)
+        quantized, _ = quantize_both(x, form, None, seed=seed, mean=mean, pool=pool)
     assert quantized is not None
     return quantized
