@@ -67,7 +67,7 @@ def chon(
             linear attention, in high precision.
         averis: centre inputs and gradients as well, with exact means.
         weight_2d: quantise weights in 16x16 blocks, as NVIDIA's recipe does. In the README's table of losses 1x16
-            weights lose less wherever both were run, so they are the default here; the other recipes keep 16x16.
+            weights lose less in most pairs, so they are the default here; the other recipes keep 16x16.
         gate_weight_2d: the same for the gates of gated feed-forward layers only; ``None`` to treat them like the rest.
         stochastic_rounding: round output gradients stochastically.
         hadamard: rotate both operands of the weight gradient.
