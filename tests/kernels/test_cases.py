@@ -58,10 +58,11 @@ def test_a_case_is_compiled_once(name, monkeypatch):
     from lightning_fp4.kernels import _launch
     from tests.kernels import checks
 
-    def launch(launcher, programs, *arguments):
+    def launch(self, *arguments):
+        launcher = self._launcher
         compiled.setdefault(launcher.kernel.__name__, set()).add((launcher, *map(_kind, arguments)))
 
-    monkeypatch.setattr(_launch.Launcher, "__call__", launch)
+    monkeypatch.setattr(_launch.Launch, "__call__", launch)
     monkeypatch.setattr(_launch, "check_device", lambda _: None)
     monkeypatch.setattr(checks, "expected_form", lambda *_, **__: SimpleNamespace(shape=ANY))
     monkeypatch.setattr(checks, "assert_same_form", lambda *_: None)
