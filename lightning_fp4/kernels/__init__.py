@@ -5,6 +5,7 @@ from lightning_fp4.kernels.centering import add_outer, times_matrix, token_mean
 from lightning_fp4.kernels.dequantize import dequantize, operand
 from lightning_fp4.kernels.finish import finish
 from lightning_fp4.kernels.quantize import Form, quantize, quantize_both, supports
+from lightning_fp4.kernels.statistics import quantization_sums
 
 __all__ = [
     "Form",
@@ -13,6 +14,7 @@ __all__ = [
     "dequantize",
     "finish",
     "operand",
+    "quantization_sums",
     "quantize",
     "quantize_both",
     "supports",

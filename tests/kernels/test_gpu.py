@@ -28,6 +28,7 @@ if torch.cuda.is_available():
         check_decode,
         check_mean,
         check_patch,
+        check_sums,
         check_times_matrix,
         expected_form,
         seed,
@@ -197,6 +198,23 @@ def test_patched(index, aligned):
     channels = torch.randperm(shape[1], generator=torch.Generator().manual_seed(index))
     check_patch(x, quantizer, channels[: 96 if aligned else 37].sort().values, units)
     check_patch(x, quantizer, channels, units, kernels.token_mean(x))  # all of them, in any order
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("index", range(len(QUANTIZERS)), ids=[str(q) for q in QUANTIZERS])
+def test_sums(index, aligned):
+    shape = (256, 384) if aligned else (301, 331)
+    x = torch.stack([wide(shape, torch.float32, seed=i) * 10.0**i for i in range(3)])
+    x[1, :100] *= 1e-5  # blocks whose scale underflows
+    check_sums(x.to(DTYPES[index % 3]).to(CUDA), QUANTIZERS[index])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("block_format", [NVFP4, NVFP4_ROW, NVFP4_2D, MXFP4], ids=str)
+def test_sums_non_finite(block_format, bad):
+    x = torch.randn(3, 18, 40)
+    x[1, 3, 5] = bad
+    check_sums(x.to(CUDA), Quantizer(format=block_format, scale_rule="unbiased"))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
