@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -21,6 +22,11 @@ def logger_step(trainer: pl.Trainer) -> int:
 def accumulates(trainer: pl.Trainer) -> bool:
     """Whether the present batch only adds to the gradients, with no optimizer step after it."""
     return trainer.fit_loop._should_accumulate()
+
+
+def logger_prefix(logger: TensorBoardLogger) -> str:
+    """What the logger puts before every key, for values that are written around it."""
+    return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fp4.formats import BlockFormat
 from lightning_fp4.reference import dequantize
-from lightning_fp4.reference.packing import unpack
+from lightning_fp4.reference.statistics import flushed_to_zero, saturated, signal_and_noise, zero_scale_blocks
 from lightning_fp4.tensor import FP4Tensor
 
-_LARGEST_CODE = 7  # the code of the magnitude 6
-
+_MOST_SCORES = 2**26  # of attention, held at a time
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Statistics of a tensor
@@ -71,10 +69,26 @@ def merge_moments(a: Tensor, b: Tensor) -> Tensor:
 def excess_kurtosis(moments: Tensor) -> Tensor:
     """Excess kurtosis (0 for a normal distribution) from ``[..., 5]`` :func:`central_moments`; NaN for a constant."""
     count, mean, m2, _, m4 = moments.unbind(-1)
-    variance = m2 / count
+    return _excess(mean, m2 / count, m4 / count)
+
+
+def _excess(mean: Tensor, variance: Tensor, fourth: Tensor) -> Tensor:
+    """Excess kurtosis from the mean, and the means of the squares and fourth powers of the deviations."""
     # A constant's variance is rounding noise of its mean, not exactly zero.
     constant = variance <= (torch.finfo(torch.float64).resolution * mean) ** 2
-    return torch.where(constant, torch.nan, m4 / count / variance**2 - 3)
+    return torch.where(constant, torch.nan, fourth / variance**2 - 3)
+
+
+def kurtosis(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+    """Excess kurtosis along one axis or several, computed in float64; NaN where ``x`` is constant along them.
+
+    The same as :func:`excess_kurtosis` of :func:`central_moments`, in fewer passes.
+    """
+    x = x.double()
+    mean = x.mean(dim, keepdim=True)
+    squares = (x - mean).square_()
+    variance = squares.mean(dim, keepdim=True)
+    return _excess(mean, variance, squares.square_().mean(dim, keepdim=True)).squeeze(dim)
 
 
 def block_kurtosis(x: Tensor, size: int = 16) -> Tensor:
@@ -83,8 +97,8 @@ def block_kurtosis(x: Tensor, size: int = 16) -> Tensor:
     Rows and columns beyond the last whole block are left out.
     """
     rows, columns = x.shape[-2] // size, x.shape[-1] // size
-    blocks = x[..., : rows * size, : columns * size].reshape(*x.shape[:-2], rows, size, columns, size)
-    return excess_kurtosis(central_moments(blocks.transpose(-3, -2).flatten(-2).flatten(-3, -2)))
+    whole = x[..., : rows * size, : columns * size]
+    return kurtosis(whole.unflatten(-1, (columns, size)).unflatten(-3, (rows, size)), (-3, -1)).flatten(-2)
 
 
 def channel_magnitudes(x: Tensor) -> Tensor:
@@ -100,53 +114,6 @@ def mean_share(x: Tensor) -> Tensor:
     x = x.float()
     energy = x.square().sum((-2, -1))
     return x.shape[-2] * x.mean(-2).square().sum(-1) / torch.where(energy == 0, 1.0, energy)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Statistics of a tensor and its quantised form. Each returns a numerator and a denominator, to be summed.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def signal_and_noise(x: Tensor, decoded: Tensor) -> tuple[Tensor, Tensor]:
-    """Energy of ``x`` and of its quantisation error ``decoded - x``, in float64."""
-    x = x.double()
-    return x.square().sum((-2, -1)), (decoded.double() - x).square().sum((-2, -1))
-
-
-def flushed_to_zero(x: Tensor, decoded: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of non-zero values that decode to zero, and number of non-zero values."""
-    nonzero = x != 0
-    return (nonzero & (decoded == 0)).sum((-2, -1)), nonzero.sum((-2, -1))
-
-
-def saturated(x: Tensor, decoded: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of values beyond the largest that their block can hold, and number of values.
-
-    Args:
-        x: ``[..., rows, columns]``.
-        decoded: of the same shape.
-        codes: packed codes ``[..., rows, padded columns / 2]``.
-    """
-    largest = (unpack(codes)[..., : x.shape[-1]] & _LARGEST_CODE) == _LARGEST_CODE
-    # A block's maximum that fits exactly may differ from what it decodes to by float32 rounding.
-    beyond = largest & (x.abs().float() > decoded.abs() * (1 + 1e-6))
-    return beyond.sum((-2, -1)), torch.full_like(largest.sum((-2, -1)), x.shape[-2] * x.shape[-1])
-
-
-def zero_scale_blocks(x: Tensor, scales: Tensor, block_format: BlockFormat) -> tuple[Tensor, Tensor]:
-    """Number of blocks that hold something but whose stored scale is zero, and number of blocks.
-
-    Args:
-        x: ``[..., rows, columns]``.
-        scales: stored scales ``[..., block rows, block columns]``.
-        block_format: the format.
-    """
-    rows, columns = block_format.block
-    padded = torch.nn.functional.pad((x != 0).to(torch.uint8), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
-    grid = (padded.shape[-2] // rows, rows, padded.shape[-1] // columns, columns)
-    holds = padded.reshape(*x.shape[:-2], *grid).amax((-3, -1)) != 0
-    lost = holds & (scales.float() == 0)
-    return lost.sum((-2, -1)), torch.full_like(lost.sum((-2, -1)), lost.shape[-2] * lost.shape[-1])
 
 
 def decibels(signal: Tensor, noise: Tensor) -> Tensor:
@@ -421,7 +388,7 @@ class ChannelOverlap(_Ratio):
 def pre_softmax_max(query: Tensor, key: Tensor, *, scale: float | None = None, is_causal: bool = False) -> Tensor:
     """The largest score ``scale * query @ key.T`` that attention's softmax sees, as a scalar.
 
-    One batch entry is multiplied at a time, to keep the scores small. Masks other than the causal one are not applied.
+    Some heads are multiplied at a time, to keep the scores small. Masks other than the causal one are not applied.
 
     Args:
         query: ``[batch..., heads, T, D]``.
@@ -433,16 +400,19 @@ def pre_softmax_max(query: Tensor, key: Tensor, *, scale: float | None = None, i
     groups = query.shape[-3] // key.shape[-3] if query.dim() > 2 else 1
     if groups > 1:
         key = key.repeat_interleave(groups, dim=-3)
-    queries = query.reshape(-1, *query.shape[-3:]) if query.dim() > 3 else query[None]
-    keys = key.reshape(-1, *key.shape[-3:]) if key.dim() > 3 else key[None]
+    if query.shape[:-2] != key.shape[:-2]:
+        batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+        query, key = (x.expand(*batch, *x.shape[-2:]) for x in (query, key))
+    queries, keys = (x.reshape(-1, *x.shape[-2:]) for x in (query, key))
+    heads = max(1, _MOST_SCORES // max(1, queries.shape[-2] * keys.shape[-2]))
+    future = None
+    if is_causal:
+        future = torch.ones(queries.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).triu(1)
     largest = []
-    for q, k in zip(queries, keys, strict=True):
-        scores = (q @ k.transpose(-1, -2)).float()
-        if is_causal:
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(future, -torch.inf)
-        largest.append(scores.amax())
-    return torch.stack(largest).amax() * scale
+    for q, k in zip(queries.split(heads), keys.split(heads), strict=True):
+        scores = q @ k.transpose(-1, -2)
+        largest.append((scores if future is None else scores.masked_fill_(future, -torch.inf)).amax())
+    return (largest[0] if len(largest) == 1 else torch.stack(largest).amax()).float() * scale
 
 
 def relative_error(sqnr_input: float, sqnr_weight: float) -> float:

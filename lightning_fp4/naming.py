@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from enum import Enum
@@ -9,6 +10,7 @@ from enum import Enum
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
+@functools.cache
 def clean_name(name: str) -> str:
     """A module's qualified name without what ``torch.compile``, FSDP and activation checkpointing put in between."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
@@ -77,6 +79,7 @@ _LINEAR_ATTENTION = re.compile(
 _MLP_PARENT = re.compile(r"mlp|ffn|feed_?forward|expert|moe|densereludense", re.IGNORECASE)
 
 
+@functools.cache
 def role_of(name: str) -> Role:
     """The role of the linear layer called ``name``, by the names that common model families use."""
     parts = [

@@ -256,6 +256,27 @@ def gemm(
     return _multiply(a.values, a.factor, b.values, b.factor, bias, dtype)
 
 
+def quantization_sums(x: Tensor, quantizer: Quantizer, *, seed: Tensor | None = None) -> Tensor:
+    """What quantising does to each matrix of a stack by itself: float64 ``[n, 6]``.
+
+    Args:
+        x: ``[n, rows, columns]``, float32, bfloat16 or float16.
+        quantizer: how.
+        seed: int64 ``[2]``, the same for every matrix; needed by stochastic rounding only.
+
+    Returns:
+        Energies and counts, see ``reference.QUANTIZATION_SUMS``.
+
+    Raises:
+        ValueError: if stochastic rounding is asked for without a seed.
+    """
+    if quantizer.rounding is not Rounding.STOCHASTIC:
+        seed = None
+    elif seed is None:
+        raise ValueError("`quantization_sums` with stochastic rounding needs a `seed`, an int64 tensor [key, step].")
+    return _quantization_sums(x, _spec(quantizer), seed)
+
+
 def token_mean(x: Tensor) -> Tensor:
     """The mean over the rows of ``x`` ``[tokens, features]``: float32 ``[1, features]``; zero without tokens."""
     return _token_mean(x)
@@ -774,6 +795,23 @@ def _dequantize(
 @_dequantize.register_fake
 def _(codes, scales, amax, format, encoded_max, rows, columns, dtype):  # type: ignore[no-untyped-def]
     return codes.new_empty((rows, columns), dtype=dtype)
+
+
+@_operator("quantization_sums")
+def _quantization_sums(x: Tensor, spec: str, seed: Optional[Tensor]) -> Tensor:
+    quantizer, kernels = _parse(spec), _kernels(x)
+    if kernels is not None:
+        return kernels.quantization_sums(x, quantizer, seed=seed)
+    bits = None
+    if seed is not None:
+        padded = x.shape[2] + -x.shape[2] % quantizer.format.block[1]
+        bits = reference.random_bytes(x.shape[1], padded, seed, 0)
+    return reference.quantization_sums(x, quantizer, random_bits=bits)
+
+
+@_quantization_sums.register_fake
+def _(x, spec, seed):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[0], len(reference.QUANTIZATION_SUMS)), dtype=torch.float64)
 
 
 def _decoded(quantized: FP4Tensor, units: Units) -> FP4Operand:

@@ -7,6 +7,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fp4 import _lightning_compat as compat
 
@@ -49,6 +51,17 @@ def test_accumulates_tells_batches_without_a_step(tmp_path):
     probe = Probe(compat.accumulates)
     fit(tmp_path, probe, accumulate_grad_batches=3)
     assert probe.seen == [True, True, False, True, True, False, True, False]
+
+
+def test_logger_prefix_is_what_the_logger_puts_before_keys(tmp_path):
+    for prefix in ("", "run"):
+        logger = TensorBoardLogger(tmp_path, version=prefix or "none", prefix=prefix)
+        logger.log_metrics({"key": 1.0}, step=0)
+        logger.finalize("success")
+        accumulator = EventAccumulator(logger.log_dir)
+        accumulator.Reload()
+        assert accumulator.Tags()["scalars"] == [f"{compat.logger_prefix(logger)}key"]
+    assert compat.logger_prefix(logger) == "run-"
 
 
 def test_dump_checkpoint_is_what_save_checkpoint_writes(tmp_path):

@@ -268,6 +268,22 @@ def test_pre_softmax_max_equals_numpy(is_causal, kv_heads):
     np.testing.assert_allclose(metrics.pre_softmax_max(query, key, is_causal=is_causal), largest, rtol=1e-5)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_pre_softmax_max_a_few_heads_at_a_time(is_causal, monkeypatch):
+    torch.manual_seed(0)
+    query, key = torch.randn(3, 4, 5, 8), torch.randn(1, 2, 6, 8)  # one batch entry for all
+    expected = metrics.pre_softmax_max(query, key.expand(3, -1, -1, -1), is_causal=is_causal)
+    sizes = []
+    monkeypatch.setattr(metrics, "_MOST_SCORES", 5 * 6 * 5)
+    matmul = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda q, k: (sizes.append(len(q)), matmul(q, k))[1])
+    assert metrics.pre_softmax_max(query, key, is_causal=is_causal) == pytest.approx(expected)
+    assert sizes == [5, 5, 2]
+    assert metrics.pre_softmax_max(query[0, 0], key[0, 0]) == pytest.approx(
+        (query[0, 0] @ key[0, 0].T).max().item() / 8**0.5
+    )
+
+
 def test_wrong_arguments_say_what_to_do():
     with pytest.raises(ValueError, match=r"Pass a matrix \[rows, 8\]"):
         metrics.MeanShare(num_channels=8).update(torch.zeros(2, 9))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import scipy.stats
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp4 import convert_to_fp4, fp4_layers
+from lightning_fp4 import Gemm, Quantizer, Recipe, convert_to_fp4, fp4_layers, get_recipe, operands, ops
 from lightning_fp4.metrics import SQNR, FlushToZero, Saturation, ZeroScaleBlocks
-from lightning_fp4.operands import OperandReader, sample_rows
+from lightning_fp4.operands import OperandReader, sample_rows, tensor_statistics
 from lightning_fp4.reference import quantize
+
+STOCHASTIC = Quantizer(rounding="stochastic", scale_rule="unbiased")
+DGRAD = Gemm(lhs=STOCHASTIC, rhs=Quantizer())
 
 
 class MLP(nn.Module):
@@ -139,8 +145,123 @@ def test_sampled_rows_are_whole_blocks_spread_over_the_matrix():
     assert len(rows) == 64
     assert all(rows[i] % 16 == i % 16 for i in range(64))
     assert rows[-1] > 700
-    assert sample_rows(x, None).shape == x.shape
-    assert sample_rows(x[:40], 64).shape == (40, 3)
+    assert torch.equal(sample_rows(x, None), x)
+    assert torch.equal(sample_rows(x[:40], 64), x[:40])
+    turned = torch.arange(3.0 * 1000).reshape(3, 1000).T
+    assert torch.equal(sample_rows(turned, 64)[:, 0].long(), torch.tensor(rows))
+    assert sample_rows(x[:10], 8).shape == (10, 3)  # less than a block
+
+
+def test_sampled_rows_are_a_copy_in_float32():
+    for max_rows in (None, 16):
+        x = torch.randn(48, 3).bfloat16()
+        rows = sample_rows(x, max_rows)
+        before = rows.clone()
+        x.zero_()
+        assert rows.dtype == torch.float32
+        assert torch.equal(rows, before)
+        assert rows.any()
+
+
+def test_only_the_statistics_that_are_wanted():
+    model = converted()
+    with OperandReader(model, statistics=["saturation"]) as reader:
+        model(torch.randn(32, 48)).sum().backward()
+    with OperandReader(model, statistics=["amax", "sqnr"]) as both:
+        model(torch.randn(32, 48)).sum().backward()
+    assert all(set(s.values) == {"saturation"} and not s.top_channels for s in reader.collect())
+    assert all(set(s.values) == {"amax", "sqnr"} and len(s.top_channels) == 16 for s in both.collect())
+
+
+class Three(nn.Module):
+    """Layers that are given the same input one after the other, the second recipe unlike the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x, write=False):
+        first = self.q_proj(x)
+        if write:
+            x.mul_(2)
+        return first + self.k_proj(x) + self.v_proj(x)
+
+
+def test_layers_with_one_input_share_what_was_measured(monkeypatch):
+    stacks = []
+    monkeypatch.setattr(operands, "tensor_statistics", lambda x, k: (stacks.append(len(x)), tensor_statistics(x, k))[1])
+    x = torch.randn(32, 32)
+    model = convert_to_fp4(Three(), filter_fn=lambda module, name: True)
+    expected = {}
+    for name, layer in fp4_layers(model).items():
+        with OperandReader(model, names=[name], operands=["input"]) as reader:
+            layer(x)
+        expected[name, "input"] = reader.collect()[0]
+    stacks.clear()
+    with OperandReader(model, operands=["input"]) as reader:
+        model(x)
+    assert by_key(reader) == expected
+    assert stacks == [1]
+    model.k_proj.fp4_recipe = get_recipe("mxfp4")
+    with OperandReader(model, operands=["input"]) as reader:
+        model(x)
+    seen = by_key(reader)
+    assert stacks == [1, 2]
+    assert seen["q_proj", "input"] == expected["q_proj", "input"]
+    assert seen["v_proj", "input"] == expected["v_proj", "input"]
+    assert seen["k_proj", "input"].values["sqnr"] != seen["q_proj", "input"].values["sqnr"]
+    with OperandReader(model, operands=["input"]) as reader:
+        model(x, write=True)
+    seen = by_key(reader)
+    assert seen["k_proj", "input"].values["amax"] == 2 * seen["q_proj", "input"].values["amax"]
+
+
+def test_values_depend_on_no_other_layer():
+    """Not on what is stacked with it: the tensor scale, and the random bits of stochastic rounding, are its own."""
+    x = torch.randn(40, 48)
+    found = []
+    for names in (None, ["down_proj"]):
+        model = converted(Recipe(name="sr", fprop=Gemm(lhs=Quantizer(), rhs=Quantizer()), dgrad=DGRAD, wgrad=None))
+        with OperandReader(model, names=names) as reader:
+            (1e3 * model(x)).square().sum().backward()
+        found.append({key: s for key, s in by_key(reader).items() if key[0] == "down_proj"})
+    assert found[0] == found[1]
+    assert found[0]["down_proj", "grad_output"].values["sqnr"] > 5
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_a_look(depth: int, **options) -> int:
+    """Operators that reading a model takes beyond running it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(depth)))
+    convert_to_fp4(model, filter_fn=lambda module, name: True, seed=0)
+    x, counts = torch.randn(64, 32), []
+    for reader in (None, OperandReader(model, max_rows=32, **options)):
+        with _Count() as counter, reader or contextlib.nullcontext():
+            model(x).sum().backward()
+            if reader is not None:
+                reader.collect()
+        counts.append(counter.count)
+    return counts[1] - counts[0]
+
+
+def test_a_layer_more_costs_hardly_an_operator_more_than_its_copies():
+    """Everything else is done for all layers together; on a GPU, operators are what a look costs."""
+    few, many = (operators_of_a_look(depth) for depth in (4, 12))
+    per_operand = (many - few) / (3 * 8)
+    assert per_operand <= 4  # detach, sample, copy, reshape
+    assert few - 4 * 3 * per_operand < 120
+    assert operators_of_a_look(4, statistics=["saturation"]) < few / 2
 
 
 class SoftmaxAttention(nn.Module):
@@ -159,6 +280,81 @@ class SoftmaxAttention(nn.Module):
             return nn.functional.scaled_dot_product_attention(q, k, q, scale=1.0)
         softmax = torch.softmax if self.function == "torch" else nn.functional.softmax
         return softmax(scores, dim=-1) @ x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "four_over_six"])
+def test_a_gpu_measures_what_the_reference_does(recipe):
+    found = []
+    for enabled in (True, False):
+        ops.enable_kernels(enabled)
+        try:
+            model = converted(recipe).cuda()
+            with torch.autocast("cuda", dtype=torch.bfloat16), OperandReader(model, max_rows=32) as reader:
+                model(
+                    torch.randn(2, 40, 48, generator=torch.Generator().manual_seed(1)).cuda()
+                ).square().sum().backward()
+            found.append(by_key(reader))
+        finally:
+            ops.enable_kernels()
+    assert found[0].keys() == found[1].keys()
+    for key, s in found[0].items():
+        assert s.values == pytest.approx(found[1][key].values, rel=1e-5, nan_ok=True), key
+
+
+class Modes(nn.Module):
+    """Counts the function modes that are on while it runs, before and after a layer in four bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x, fails=False):
+        self.seen = [torch._C._len_torch_function_stack()]
+        self.q_proj.register_forward_hook(
+            lambda *_: self.seen.append(torch._C._len_torch_function_stack()), prepend=True
+        )
+        q = self.q_proj(x)
+        self.seen.append(torch._C._len_torch_function_stack())
+        if fails:
+            raise RuntimeError("on purpose")
+        return self.o_proj(nn.functional.scaled_dot_product_attention(q, q, q))
+
+
+def test_the_mode_is_on_in_attention_only_and_off_in_its_fp4_layers(monkeypatch):
+    """Where a mode is on, operators go through the dispatcher and nothing is shared."""
+    model = convert_to_fp4(nn.ModuleDict({"self_attn": Modes()}), filter_fn=lambda module, name: True)
+    attention, x = model["self_attn"], torch.randn(2, 16, 32)
+    with OperandReader(model, attention=True) as reader:
+        attention(x)
+        assert attention.seen == [1, 0, 1]
+        assert torch._C._len_torch_function_stack() == 0
+        with pytest.raises(RuntimeError, match="on purpose"):
+            attention(x, fails=True)
+        assert torch._C._len_torch_function_stack() == 0
+    assert list(reader.attention_maxima()) == ["self_attn"]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", interrupt)  # no hook is called
+    with pytest.raises(KeyboardInterrupt), OperandReader(model, attention=True):
+        attention(x)
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_mode_of_the_model_within_attention_stays():
+    class Within(Modes):
+        def forward(self, x):
+            with torch.device("cpu"):
+                return super().forward(x)
+
+    model = convert_to_fp4(nn.ModuleDict({"self_attn": Within()}), filter_fn=lambda module, name: True)
+    with OperandReader(model, attention=True) as reader:
+        model["self_attn"](torch.randn(2, 16, 32))
+        assert model["self_attn"].seen == [2, 2, 2]
+        assert torch._C._len_torch_function_stack() == 0
+    assert list(reader.attention_maxima()) == ["self_attn"]
 
 
 @pytest.mark.parametrize("function", ["sdpa", "torch", "functional"])

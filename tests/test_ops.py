@@ -12,7 +12,7 @@ SEED = (12345, 7)
 OPERATORS = (
     *("draw_seed", "quantize", "quantize_both", "dequantize", "operand", "multiply", "token_mean"),
     *("subtract_mean", "times_matrix", "add_outer"),
-    *("patch_columns", "patch_values", "concatenate", "channel_scores", "select_channels"),
+    *("patch_columns", "patch_values", "concatenate", "channel_scores", "select_channels", "quantization_sums"),
 )
 QUANTIZERS = [
     Quantizer(),
@@ -56,6 +56,9 @@ def test_opcheck_the_others(device):
             side = (ops.operand(x, units).values, ops.operand(x, units).factor)
             for bias in (None, torch.randn(17, device=device)):
                 torch.library.opcheck(operators.multiply.default, (*side, *side, bias, dtype), test_utils=checks)
+    for spec, seed in (("nvfp4_2d/nearest/rne", None), ("mxfp4/stochastic/unbiased", _seed(device))):
+        arguments = (torch.randn(3, 17, 40, device=device), spec, seed)
+        torch.library.opcheck(operators.quantization_sums.default, arguments)
     torch.library.opcheck(operators.draw_seed.default, (_seed(device),))
     plain = torch.randn(17, 40, device=device)
     torch.library.opcheck(operators.token_mean.default, (plain,))
@@ -192,6 +195,7 @@ def _every_operator(x, w):
         seed,
         ops.gemm(a, b, None, torch.float32),
         ops.dequantize(a),
+        ops.quantization_sums(torch.stack([x, 3 * x]), QUANTIZERS[-1], seed=seed),
         channels,
         rest,
         outer,

@@ -286,9 +286,9 @@ class FP4HealthCheck(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin to read the layers, when it is time."""
-        looks = any(bound is not None for bound in self.layer_bounds.values())
-        if looks and (self.steps + 1) % self.check_layers_every_n_steps == 0 and not accumulates(trainer):
-            self._reader = OperandReader(pl_module).__enter__()
+        bounded = [name for name, bound in self.layer_bounds.items() if bound is not None]
+        if bounded and (self.steps + 1) % self.check_layers_every_n_steps == 0 and not accumulates(trainer):
+            self._reader = OperandReader(pl_module, statistics=bounded).__enter__()
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:

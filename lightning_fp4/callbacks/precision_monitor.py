@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_fp4._lightning_compat import accumulates, logger_step
+from lightning_fp4._lightning_compat import accumulates, logger_prefix, logger_step
 from lightning_fp4.convert import fp4_layers
 from lightning_fp4.monitoring import PrecisionReport, draw_heat_map, layer_sensitivity
 from lightning_fp4.operands import (
@@ -51,8 +50,24 @@ def channel_overlaps(measured: list[OperandStatistics], before: dict[Key, tuple[
     }
 
 
+def bucket_counts(values: Sequence[float], buckets: int = 30) -> tuple[list[float], list[int]]:
+    """A histogram of finite values between the smallest and the largest: ``buckets + 1`` edges, ``buckets`` counts.
+
+    In plain Python, since a few values in each of many histograms are sooner counted than put into tensors.
+    """
+    low, high = min(values), max(values)
+    if low == high:
+        margin = max(1.0, abs(low) * 1e-6)
+        low, high = low - margin, high + margin
+    width = (high - low) / buckets
+    counts = [0] * buckets
+    for value in values:
+        counts[min(int((value - low) / width), buckets - 1)] += 1
+    return [*(low + width * i for i in range(buckets)), high], counts
+
+
 def write_to_tensorboard(
-    writer: Any, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]], step: int
+    writer: Any, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]], step: int, prefix: str = ""
 ) -> None:
     """Write many values as one event: ``add_scalar`` and ``add_histogram`` take milliseconds for each.
 
@@ -61,24 +76,25 @@ def write_to_tensorboard(
         scalars: value by tag.
         histograms: values by tag; those that are not finite are left out.
         step: of all of them.
+        prefix: put before every tag.
     """
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
-    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+    values = [Summary.Value(tag=prefix + tag, simple_value=value) for tag, value in scalars.items()]
     for tag, numbers in histograms.items():
-        finite = torch.tensor([number for number in numbers if math.isfinite(number)], dtype=torch.float64)
-        if len(finite):
-            counts, edges = torch.histogram(finite, bins=30)
+        finite = [number for number in numbers if math.isfinite(number)]
+        if finite:
+            edges, counts = bucket_counts(finite)
             proto = HistogramProto(
-                min=finite.min().item(),
-                max=finite.max().item(),
+                min=min(finite),
+                max=max(finite),
                 num=len(finite),
-                sum=finite.sum().item(),
-                sum_squares=finite.square().sum().item(),
-                bucket_limit=edges.tolist(),
-                bucket=[0.0, *counts.tolist()],
+                sum=sum(finite),
+                sum_squares=sum(number * number for number in finite),
+                bucket_limit=edges,
+                bucket=[0, *counts],
             )
-            values.append(Summary.Value(tag=tag, histo=proto))
+            values.append(Summary.Value(tag=prefix + tag, histo=proto))
     writer.file_writer.add_summary(Summary(value=values), step)
 
 
@@ -273,7 +289,7 @@ class PrecisionMonitor(Callback):
                 if name in self.statistics and not math.isnan(value):
                     table[name][s.operand][s.layer] = value
         means = {
-            (name, operand): statistics.fmean(layers.values())
+            (name, operand): sum(layers.values()) / len(layers)  # `fmean` refuses infinities of both signs
             for name, by_operand in table.items()
             for operand, layers in by_operand.items()
         }
@@ -289,13 +305,14 @@ class PrecisionMonitor(Callback):
                 for layer, value in layers.items()
             }
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-                logger.log_metrics(values, step=step)
                 histograms = {
                     self._key(join, "layers", name, operand): list(layers.values())
                     for name, by_operand in table.items()
                     for operand, layers in by_operand.items()
                 }
-                write_to_tensorboard(logger.experiment, by_layer, histograms, step)
+                write_to_tensorboard(
+                    logger.experiment, values | by_layer, histograms, step, prefix=logger_prefix(logger)
+                )
             else:
                 logger.log_metrics(values | by_layer, step=step)
         trainer.callback_metrics.update(
@@ -328,7 +345,8 @@ class PrecisionMonitor(Callback):
             if columns:
                 for logger in loggers:
                     figure = draw_heat_map(name, self.steps, columns)
-                    logger.experiment.add_figure(self._key("/".join, "heat_map", name), figure, self.steps[-1])
+                    tag = logger_prefix(logger) + self._key("/".join, "heat_map", name)
+                    logger.experiment.add_figure(tag, figure, self.steps[-1])
 
     # ------------------------------------------------------------------------------------------------------------------
     # Summary and state

@@ -6,6 +6,7 @@ from lightning_fp4.kernels.dequantize import dequantize, operand
 from lightning_fp4.kernels.finish import finish
 from lightning_fp4.kernels.quantize import Form, quantize, quantize_both, supports
 from lightning_fp4.kernels.seed import draw_seed
+from lightning_fp4.kernels.statistics import quantization_sums
 
 __all__ = [
     "Form",
@@ -15,6 +16,7 @@ __all__ = [
     "draw_seed",
     "finish",
     "operand",
+    "quantization_sums",
     "quantize",
     "quantize_both",
     "supports",

@@ -163,6 +163,17 @@ def over_block_rows(x, R: tl.constexpr, TAKE_MAX: tl.constexpr):
 
 
 @triton.jit
+def draw_words(values, first, offs, seed_ptr, stream, ASM: tl.constexpr):
+    """Random words for groups of values, a byte for each: those of the groups ``first + offs`` of a matrix."""
+    words = ()
+    calls = (first + _random.in_place_of(offs, values[0], ASM)) * (len(values) // 16)
+    for i in tl.static_range(len(values) // 16):
+        w0, w1, w2, w3 = _random.random_words(calls + i, seed_ptr, stream)
+        words = words + (w0, w1, w2, w3)
+    return words
+
+
+@triton.jit
 def encode(values, factors, largest, words, STOCHASTIC: tl.constexpr, ASM: tl.constexpr):
     """E2M1 values of a tuple of values that share ``factors``; rounding to nearest loses the sign of zeros.
 
@@ -278,10 +289,7 @@ def quantize_groups(
     offs = offs_out * block_count + offs_g
     words = ()
     if STOCHASTIC:
-        calls = (first + _random.in_place_of(offs, values[0], ASM)) * (len(values) // 16)
-        for i in tl.static_range(len(values) // 16):
-            w0, w1, w2, w3 = _random.random_words(calls + i, seed_ptr, stream)
-            words = words + (w0, w1, w2, w3)
+        words = draw_words(values, first, offs, seed_ptr, stream, ASM)
     encoded, scales = encode_blocks(
         values, block_amax, words, amax, global_encode, global_decode, ENCODED_MAX, R, E8M0, RULE, STOCHASTIC,
         CANDIDATES, NATIVE_E4M3, ASM,

@@ -13,8 +13,10 @@ from lightning_fp4.reference.hot_channels import (
 )
 from lightning_fp4.reference.philox import random_bytes
 from lightning_fp4.reference.quantize import decode_blocks, dequantize, global_decode, operand, quantize, transpose
+from lightning_fp4.reference.statistics import QUANTIZATION_SUMS, quantization_sums
 
 __all__ = [
+    "QUANTIZATION_SUMS",
     "add_outer",
     "channel_scores",
     "concatenate",
@@ -28,6 +30,7 @@ __all__ = [
     "operand",
     "patch_columns",
     "patch_values",
+    "quantization_sums",
     "quantize",
     "random_bytes",
     "rotate",

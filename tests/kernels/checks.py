@@ -164,6 +164,20 @@ def check_times_matrix(mean: torch.Tensor, matrix: torch.Tensor) -> None:
     assert ((kernels.times_matrix(mean, matrix).cpu().double() - expected[0]).abs() <= bound[0]).all()
 
 
+def check_sums(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+    """Counts of a stack of matrices equal the reference's; energies do but for the order of their float64 sums."""
+    bits = None
+    if quantizer.rounding.value == "stochastic":
+        padded = x.shape[2] + -x.shape[2] % quantizer.format.block[1]
+        bits = reference.random_bytes(x.shape[1], padded, seed(), 0)
+    expected = reference.quantization_sums(x.cpu(), quantizer, random_bits=bits)
+    actual = kernels.quantization_sums(x, quantizer, seed=seed(x.device)).cpu()
+    assert actual.dtype == torch.float64
+    assert torch.equal(actual[:, 2:], expected[:, 2:])
+    torch.testing.assert_close(actual[:, :2], expected[:, :2], rtol=1e-12, atol=0, equal_nan=True)
+    return expected
+
+
 def check_decode(x: torch.Tensor, quantizer: Quantizer) -> None:
     """Decoding what the reference quantised: values in three dtypes, and the operands of a GEMM."""
     host = expected_form(x, quantizer)

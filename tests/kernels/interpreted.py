@@ -13,6 +13,7 @@ from tests.kernels.checks import (
     check_decode,
     check_mean,
     check_patch,
+    check_sums,
     check_times_matrix,
     seed,
 )
@@ -145,6 +146,37 @@ def test_patched_non_finite(block_format, bad):
     check_patch(x, Quantizer(format=block_format, scale_rule="unbiased"), HOT)
 
 
+def stack(shape, dtype):
+    """Matrices that share nothing: of other scales, one of them zero but for a large value in a corner."""
+    x = torch.stack([wide(shape, torch.float32, seed=i) * 10.0**i for i in range(3)])
+    x[1, : shape[0] // 2] *= 1e-5  # blocks whose scale underflows
+    x[2] = 0
+    x[2, -1, -1] = 7
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("index", range(0, len(QUANTIZERS), 2), ids=[str(q) for q in QUANTIZERS[::2]])
+def test_sums(index):
+    sums = check_sums(stack((33, 70), DTYPES[index % 3]), QUANTIZERS[index])
+    if QUANTIZERS[index] == Quantizer():
+        assert sums.any(0).all()  # there is something of each kind to count
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("block_format", [NVFP4, NVFP4_ROW, NVFP4_2D, MXFP4], ids=str)
+def test_sums_non_finite(block_format, bad):
+    x = torch.randn(3, 18, 40)
+    x[1, 3, 5] = bad
+    check_sums(x, Quantizer(format=block_format, scale_rule="unbiased"))
+
+
+def test_sums_of_other_sizes():
+    for shape in ((2, 64, 64), (1, 1, 1), (2, 3, 130)):
+        check_sums(torch.randn(shape).transpose(1, 2), Quantizer())
+    assert kernels.quantization_sums(torch.randn(0, 4, 16), Quantizer()).shape == (0, 6)
+    assert not kernels.quantization_sums(torch.randn(2, 0, 16), Quantizer()).any()
+
+
 def test_signs_are_the_references():
     mask = _random.NEGATIVE_SIGNS.value
     assert tuple(-1 if mask >> i & 1 else 1 for i in range(32)) == _SIGNS
@@ -166,6 +198,10 @@ def test_launchers_state_what_they_assume():
     patch = Patch(channels=torch.arange(3), parts=("value",))
     with pytest.raises(ValueError, match="decoded row form"):
         kernels.quantize(torch.randn(2, 32), Quantizer(), patch=patch)
+    with pytest.raises(ValueError, match="stack of matrices"):
+        kernels.quantization_sums(torch.randn(2, 16), Quantizer())
+    with pytest.raises(ValueError, match="seed"):
+        kernels.quantization_sums(torch.randn(1, 2, 16), Quantizer(rounding="stochastic", scale_rule="unbiased"))
     with pytest.raises(ValueError, match="float32 mean"):
         kernels.times_matrix(torch.randn(1, 3), torch.randn(2, 4))
     with pytest.raises(ValueError, match="contiguous float32"):

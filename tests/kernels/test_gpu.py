@@ -36,6 +36,7 @@ from tests.kernels.checks import (  # noqa: E402
     check_decode,
     check_mean,
     check_one,
+    check_sums,
     check_times_matrix,
     expected_form,
     moved,
@@ -199,6 +200,22 @@ def test_outer_products(shape):
     for dtype in DTYPES:
         expected = reference.add_outer(product, left, right, 37, dtype)
         assert same_bits(kernels.add_outer(product.to(CUDA), left.to(CUDA), right.to(CUDA), 37, dtype).cpu(), expected)
+
+
+@pytest.mark.parametrize("index", range(len(QUANTIZERS)), ids=[str(q) for q in QUANTIZERS])
+def test_sums(index):
+    for shape in ((256, 384), (301, 331)):
+        x = torch.stack([wide(shape, torch.float32, seed=i) * 10.0**i for i in range(3)])
+        x[1, :100] *= 1e-5  # blocks whose scale underflows
+        check_sums(x.to(DTYPES[index % 3]).to(CUDA), QUANTIZERS[index])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("block_format", [NVFP4, NVFP4_ROW, NVFP4_2D, MXFP4], ids=str)
+def test_sums_non_finite(block_format, bad):
+    x = torch.randn(3, 18, 40)
+    x[1, 3, 5] = bad
+    check_sums(x.to(CUDA), Quantizer(format=block_format, scale_rule="unbiased"))
 
 
 @pytest.mark.slow

@@ -16,9 +16,10 @@ from lightning_fp4.kernels._launch import Remembered  # noqa: E402
 
 MODULES = {
     name: importlib.import_module(f"lightning_fp4.kernels.{name}")
-    for name in ("amax", "quantize", "dequantize", "finish", "centering", "hot_channels", "seed")
+    for name in ("amax", "quantize", "dequantize", "finish", "centering", "hot_channels", "seed", "statistics")
 }
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -93,6 +94,7 @@ def _launch_quantize(monkeypatch, architecture, dtype, rows, columns, hadamard, 
 
 
 RTN, SR = Quantizer(), Quantizer(rounding="stochastic", scale_rule="closed_up")
+MXFP4_SR = Quantizer(format=MXFP4, scale_rule="unbiased", rounding="stochastic")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -143,6 +145,24 @@ def test_kernels_of_centring_and_hot_channels(architecture, launches, monkeypatc
         assert _compile(launch, architecture).asm["cubin"]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "quantizer"),
+    [
+        (80, Quantizer(format=NVFP4_ROW)),
+        (90, RTN),
+        (90, SR),
+        (100, Quantizer(format=NVFP4_2D, scale_rule="four_over_six")),
+        (120, Quantizer(format=MXFP4, scale_rule="unbiased")),
+    ],
+    ids=str,
+)
+def test_sums(quantizer, architecture, launches, monkeypatch):
+    monkeypatch.setattr(MODULES["statistics"], "has_e4m3", lambda x: architecture >= 89)
+    MODULES["statistics"].quantization_sums(torch.zeros(3, 96, 64), quantizer, seed=torch.tensor([1, 2]))
+    (launch,) = launches
+    assert _compile(launch, architecture).asm["cubin"]
+
+
 @pytest.mark.parametrize("quantizer", [SR, Quantizer(scale_rule="four_over_six")], ids=str)
 def test_other_patches(quantizer, launches, monkeypatch):
     for dtype in (torch.float16, torch.float32):
@@ -160,7 +180,7 @@ CASES = [
     (
         89,
         torch.bfloat16,
-        *(2 * [Quantizer(format=MXFP4, scale_rule="unbiased", rounding="stochastic")]),
+        *(2 * [MXFP4_SR]),
         32,
         (None, "bf16"),
     ),
