@@ -154,3 +154,12 @@ def test_named_recipes_take_the_fast_units_and_parts_the_exact_ones(monkeypatch)
     assert matmul.describe(get_recipe("nvfp4", **CLOSED).fprop, cuda) == "fp8"
     assert matmul.describe(get_recipe("mxfp4").fprop, cuda) == "bf16"
     assert matmul.describe(Gemm(lhs=Quantizer(), rhs=Quantizer()), cuda) == "bf16"
+
+
+def test_e4m3_operands_saturate():
+    """An infinite value has scale 448, four over six expects 384 at most; PyTorch 2.11's cast would make it NaN."""
+    x = torch.randn(2, 32)
+    x[0, 3] = float("inf")
+    values = reference.operand(reference.quantize(x, Quantizer(scale_rule="four_over_six")), "fp8").values.float()
+    assert values[0, 3] == 448
+    assert values.isfinite().all()

@@ -317,7 +317,8 @@ class _Plan:
         if seed is None and any(form and form.quantizer.rounding is Rounding.STOCHASTIC for form in (rows, columns)):
             raise ValueError("Stochastic rounding needs a `seed`, an int64 tensor [key, step].")
         self.device = x.get_device()
-        self._forms, self._hadamard = (rows, columns), hadamard if columns else None
+        self._quantizers = tuple(form.quantizer if form else None for form in (rows, columns))  # whose ids are the key
+        self._stream, self._hadamard = rows.stream if rows else 0, hadamard if columns else None
         self._row_scale = rows.quantizer.format.global_scale if rows else None
         self._column_scale = columns.quantizer.format.global_scale if columns else None
         self._rows = None if rows is None else _Output(rows, x.shape[0], x.shape[1])
@@ -355,11 +356,9 @@ class _Plan:
             for form in (by_rows, by_columns):
                 if isinstance(form, FP4Operand) and form.factor is not None:
                     form.factor.zero_()
-        rows = self._forms[0]
-        if patch is not None and rows is not None and isinstance(by_rows, FP4Operand):
-            append_patch(
-                x, by_rows.values, row_amax, rows.quantizer, patch, mean=mean, seed=seed, stream=rows.stream
-            )  # fmt: skip
+        quantizer = self._quantizers[0]
+        if patch is not None and quantizer is not None and isinstance(by_rows, FP4Operand):
+            append_patch(x, by_rows.values, row_amax, quantizer, patch, mean=mean, seed=seed, stream=self._stream)
         return by_rows, by_columns
 
 

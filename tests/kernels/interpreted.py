@@ -182,6 +182,22 @@ def test_signs_are_the_references():
     assert tuple(-1 if mask >> i & 1 else 1 for i in range(32)) == _SIGNS
 
 
+def test_rotated_zeros_keep_their_signs():
+    """Triton 3.6 subtracts from zero for a minus: one negative zero beside the zeros of a ragged end shows it."""
+    x = torch.randn(17, 16).bfloat16()
+    x[16] = torch.where(torch.arange(16) % 3 > 0, -0.0, 0.0)
+    check_both(x, Quantizer(), hadamard=16)
+
+
+@pytest.mark.parametrize("rows", ["tensor", "row", None])
+@pytest.mark.parametrize("columns", ["tensor", "row"])
+@pytest.mark.parametrize("hadamard", [None, 16])
+def test_maxima_begin_at_multiples_of_16_bytes(rows, columns, hadamard):
+    """As compilers ask of an operator's results."""
+    for maxima in kernels.amax(torch.randn(33, 21), rows, columns, hadamard):
+        assert maxima is None or maxima.storage_offset() % 4 == 0
+
+
 def test_launchers_state_what_they_assume():
     with pytest.raises(ValueError, match="matrices"):
         kernels.quantize(torch.randn(2, 3, 4), Quantizer())
