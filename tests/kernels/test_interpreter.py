@@ -1,26 +1,11 @@
-"""Runs ``interpreted.py`` with ``TRITON_INTERPRET=1``, which Triton reads when imported: hence another process."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The quantisers in Triton's interpreter; the other kernels are another file, so that two processes share the work."""
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-QUANTISERS = "test_quantize or decoded or sizes or non_finite or ranges"
+from tests.kernels.interpreter import QUANTISERS, run_interpreted
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # it computes element by element
-@pytest.mark.parametrize("tests", [f"({QUANTISERS}) and not patched", f"not ({QUANTISERS}) or patched"])
-def test_in_the_interpreter(tests):
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", tests]
-    command += ["tests/kernels/interpreted.py"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+def test_quantisers_in_the_interpreter():
+    run_interpreted(f"({QUANTISERS}) and not patched")
