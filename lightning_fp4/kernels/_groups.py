@@ -9,38 +9,45 @@ import triton.language as tl
 from lightning_fp4.kernels._scales import e4m3_nearest
 from lightning_fp4.kernels._values import e2m1_code
 
-# Through E4M3, whose byte for value / 64 is s00ccc00 with the code's bits c. Needs sm_89.
-_PACK_CODES = tl.constexpr("""{
-    .reg .b16 a, b, c, d;
-    .reg .b32 x, y, u, v;
-    cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
-    cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
-    cvt.rn.satfinite.e4m3x2.f32 c, $6, $5;
-    cvt.rn.satfinite.e4m3x2.f32 d, $8, $7;
-    mov.b32 x, {a, b};
-    mov.b32 y, {c, d};
-    shr.u32 u, x, 2;
-    shr.u32 v, x, 4;
-    and.b32 u, u, 0x07070707;
-    and.b32 v, v, 0x08080808;
-    or.b32 x, u, v;
-    shr.u32 u, x, 4;
-    or.b32 x, x, u;
-    shr.u32 u, y, 2;
-    shr.u32 v, y, 4;
-    and.b32 u, u, 0x07070707;
-    and.b32 v, v, 0x08080808;
-    or.b32 y, u, v;
-    shr.u32 u, y, 4;
-    or.b32 y, y, u;
-    prmt.b32 $0, x, y, 0x6420;
-}""")
 _PACK_E4M3 = tl.constexpr("""{
     .reg .b16 a, b;
     cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
     cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
     mov.b32 $0, {a, b};
 }""")
+
+# Of pairs (see `_values.stochastic_pairs`) the high bytes, s000ccc0: those of even and of odd neighbours.
+_PACK_CODES = tl.constexpr("""{
+    .reg .b32 even, odd, t;
+    prmt.b32 t, $1, $2, 0x7351;
+    prmt.b32 odd, $3, $4, 0x7351;
+    prmt.b32 even, t, odd, 0x5410;
+    prmt.b32 odd, t, odd, 0x7632;
+    shr.u32 t, even, 4;
+    shr.u32 even, even, 1;
+    and.b32 even, even, 0x07070707;
+    and.b32 t, t, 0x08080808;
+    or.b32 even, even, t;
+    shl.b32 t, odd, 3;
+    and.b32 t, t, 0x70707070;
+    or.b32 even, even, t;
+    and.b32 odd, odd, 0x80808080;
+    or.b32 $0, even, odd;
+}""")
+# Pairs hold values times 2^-14 and the factor comes times 2^7, so that both are in float16's range.
+_PACK_PAIRS = tl.constexpr("""{
+    .reg .b16 low, high;
+    .reg .b32 a, b, up;
+    mov.b32 up, 0x58005800;
+    mul.rn.f16x2 a, $1, up;
+    mul.rn.f16x2 b, $2, up;
+    mul.rn.f16x2 a, a, $3;
+    mul.rn.f16x2 b, b, $3;
+    cvt.rn.satfinite.e4m3x2.f16x2 low, a;
+    cvt.rn.satfinite.e4m3x2.f16x2 high, b;
+    mov.b32 $0, {low, high};
+}""")
+_TWICE_IN_FLOAT16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
 
 
 def _amax_assembly(first: int) -> str:
@@ -71,19 +78,13 @@ _PAIRS_CONSTRAINTS = tl.constexpr(",".join(["=f"] + ["r"] * 8))
 
 
 @triton.jit
-def pack_codes(values, NATIVE_E4M3: tl.constexpr):
+def pack_codes(values):
     """E2M1 values to words of eight codes."""
     words = ()
     for w in tl.static_range(len(values) // 8):
-        if NATIVE_E4M3:
-            fields = ()
-            for i in tl.static_range(8):
-                fields = fields + (values[8 * w + i] * 0.015625,)
-            word = tl.inline_asm_elementwise(_PACK_CODES, "=r,f,f,f,f,f,f,f,f", fields, tl.int32, is_pure=True, pack=1)
-        else:
-            word = e2m1_code(values[8 * w])
-            for i in tl.static_range(1, 8):
-                word = word | (e2m1_code(values[8 * w + i]) << (4 * i))
+        word = e2m1_code(values[8 * w])
+        for i in tl.static_range(1, 8):
+            word = word | (e2m1_code(values[8 * w + i]) << (4 * i))
         words = words + (word,)
     return words
 
@@ -109,6 +110,29 @@ def pack_operand(values, factors, UNITS: tl.constexpr, NATIVE_E4M3: tl.constexpr
                 for i in tl.static_range(1, 4):
                     word = word | (operand_bits(fields[i], UNITS, NATIVE_E4M3) << (8 * i))
             words = words + (word,)
+    return words
+
+
+@triton.jit
+def pack_pair_codes(pairs):
+    """Pairs of E2M1 values (see ``_values.stochastic_pairs``) to words of eight codes."""
+    words = ()
+    for w in tl.static_range(len(pairs) // 4):
+        four = (pairs[4 * w], pairs[4 * w + 1], pairs[4 * w + 2], pairs[4 * w + 3])
+        word = tl.inline_asm_elementwise(_PACK_CODES, "=r,r,r,r,r", four, tl.int32, is_pure=True, pack=1)
+        words = words + (word,)
+    return words
+
+
+@triton.jit
+def pack_pair_operand(pairs, factors):
+    """Pairs of E2M1 values times their block's factor, an E4M3 scale's, to words of four E4M3 values."""
+    twice = tl.inline_asm_elementwise(_TWICE_IN_FLOAT16, "=r,f", [factors * 128.0], tl.int32, is_pure=True, pack=1)
+    words = ()
+    for w in tl.static_range(len(pairs) // 2):
+        inputs = (pairs[2 * w], pairs[2 * w + 1], twice)
+        word = tl.inline_asm_elementwise(_PACK_PAIRS, "=r,r,r,r", inputs, tl.int32, is_pure=True, pack=1)
+        words = words + (word,)
     return words
 
 

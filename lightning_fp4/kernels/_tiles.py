@@ -174,25 +174,27 @@ def draw_words(values, first, offs, seed_ptr, stream, ASM: tl.constexpr):
 
 
 @triton.jit
-def encode(values, factors, largest, words, STOCHASTIC: tl.constexpr, ASM: tl.constexpr):
+def encode(values, factors, largest, words, STOCHASTIC: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr):
     """E2M1 values of a tuple of values that share ``factors``; rounding to nearest loses the sign of zeros.
 
-    ``largest`` is their largest magnitude (or a larger one); ``words`` hold a random byte for each.
+    ``largest`` is their largest magnitude (or a larger one); ``words`` hold a random byte for each. ``PAIRS``, of
+    stochastic rounding with ``ASM`` only, leaves them as ``_values.stochastic_pairs`` makes them.
     """
-    scaled = ()
-    for i in tl.static_range(len(values)):
-        if STOCHASTIC:
-            scaled = scaled + (_values.magnitude_times(values[i], factors, ASM),)
-        else:
-            scaled = scaled + (values[i] * factors,)
-    scaled = _values.saturate(scaled, largest * factors, STOCHASTIC, ASM)
     encoded = ()
-    for i in tl.static_range(len(values)):
-        if STOCHASTIC:
-            word = words[i // 4].to(tl.int32, bitcast=True)
-            rounded = _values.e2m1_stochastic(scaled[i], word, i % 4, ASM)
-            encoded = encoded + (_values.with_sign_of(rounded, values[i]),)
-        else:
+    if STOCHASTIC and ASM:
+        encoded = _values.stochastic_pairs(values, factors, largest, words)
+        if not PAIRS:
+            encoded = _values.unpack_pairs(encoded)
+    elif STOCHASTIC:
+        for i in tl.static_range(len(values)):
+            byte = (words[i // 4] >> (8 * (i % 4))).to(tl.int32) & 0xFF
+            encoded = encoded + (_values.e2m1_stochastic(values[i], factors, byte),)
+    else:
+        scaled = ()
+        for i in tl.static_range(len(values)):
+            scaled = scaled + (values[i] * factors,)
+        scaled = _values.saturate(scaled, largest * factors, ASM)
+        for i in tl.static_range(len(values)):
             encoded = encoded + (_values.e2m1_nearest(scaled[i]),)
     return encoded
 
@@ -243,20 +245,20 @@ def over_block(amax, R: tl.constexpr):
 def encode_blocks(
     values, group_amax, words, amax, global_encode, global_decode, ENCODED_MAX: tl.constexpr, R: tl.constexpr,
     E8M0: tl.constexpr, RULE: tl.constexpr, STOCHASTIC: tl.constexpr, CANDIDATES: tl.constexpr,
-    NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr, PAIRS: tl.constexpr = False,
 ):  # fmt: skip
     """E2M1 values and scale bytes of a tile; see :func:`encode` and :func:`quantize_groups` for the arguments."""
     block_amax = over_block(group_amax, R)
     scales = _scales.candidate_scale(block_amax, global_encode, 0, 0, RULE, E8M0, NATIVE_E4M3)
     factors = _scales.block_encode(scales, global_decode, E8M0, ASM)
-    encoded = encode(values, factors, block_amax, words, STOCHASTIC, ASM)
+    encoded = encode(values, factors, block_amax, words, STOCHASTIC, PAIRS, ASM)
     if CANDIDATES > 1:
         error = squared_error(values, encoded, scales, amax, ENCODED_MAX, R)
         candidate = scales
         for k in tl.static_range(1, CANDIDATES):
             candidate = _scales.candidate_scale(block_amax, global_encode, candidate, k, RULE, E8M0, NATIVE_E4M3)
             factors = _scales.block_encode(candidate, global_decode, E8M0, ASM)
-            other = encode(values, factors, block_amax, words, STOCHASTIC, ASM)
+            other = encode(values, factors, block_amax, words, STOCHASTIC, False, ASM)
             other_error = squared_error(values, other, candidate, amax, ENCODED_MAX, R)
             is_better = other_error < error
             picked = ()
@@ -290,21 +292,28 @@ def quantize_groups(
     words = ()
     if STOCHASTIC:
         words = draw_words(values, first, offs, seed_ptr, stream, ASM)
+    # Their factors go through float16, which those of E8M0 exceed; candidates are compared as float32.
+    PAIRS: tl.constexpr = (
+        STOCHASTIC and ASM and CANDIDATES == 1 and (UNITS == "packed" or (UNITS == "fp8" and NATIVE_E4M3 and not E8M0))
+    )
     encoded, scales = encode_blocks(
         values, block_amax, words, amax, global_encode, global_decode, ENCODED_MAX, R, E8M0, RULE, STOCHASTIC,
-        CANDIDATES, NATIVE_E4M3, ASM,
+        CANDIDATES, NATIVE_E4M3, ASM, PAIRS,
     )  # fmt: skip
     mask = (first_out + offs_out < outs) & (first_g + offs_g < block_count)
     first_place = first_out * out_stride + first_g
     place = offs_out * out_stride + offs_g
     decode = _scales.scale_decode(scales, E8M0)
     if UNITS == "packed":
-        signed = encoded
-        if not STOCHASTIC:
+        if PAIRS:
+            codes = _groups.pack_pair_codes(encoded)
+        elif ASM:
+            codes = _groups.pack_pair_codes(_values.nearest_pairs(encoded, values))
+        else:
             signed = ()
             for i in tl.static_range(len(values)):
                 signed = signed + (_values.with_sign_of(encoded[i], values[i]),)
-        codes = _groups.pack_codes(signed, NATIVE_E4M3)
+            codes = _groups.pack_codes(signed)
         visible = ()
         for i in tl.static_range(len(codes)):
             # NaN is in the scale; the codes beside it are zero.
@@ -319,5 +328,8 @@ def quantize_groups(
         else:
             tl.store(scale_ptr + first + offs, scales.to(tl.uint8), mask=mask)
     else:
-        words = _groups.pack_operand(encoded, decode * SHIFT, UNITS, NATIVE_E4M3)
+        if PAIRS:
+            words = _groups.pack_pair_operand(encoded, decode * SHIFT)
+        else:
+            words = _groups.pack_operand(encoded, decode * SHIFT, UNITS, NATIVE_E4M3)
         store_words(out_ptr + first_place * len(words), words, place, mask, EVEN)

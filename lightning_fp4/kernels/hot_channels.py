@@ -68,14 +68,13 @@ def _in_groups(x, C: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _encode_one(  # type: ignore[no-untyped-def]
-    value, place, factors, call, seed_ptr, stream, STOCHASTIC: tl.constexpr, ASM: tl.constexpr
+    value, place, factors, call, seed_ptr, stream, STOCHASTIC: tl.constexpr
 ):  # fmt: skip
     """E2M1 value of the value at ``place`` in its block, with the random byte that it had there."""
     if STOCHASTIC:
-        magnitude = tl.minimum(tl.abs(value) * factors, 6.0, propagate_nan=tl.PropagateNan.ALL)
         word = _pick(_random.random_words(call + place // 16, seed_ptr, stream), place // 4 % 4)
-        word = (word >> (8 * (place % 4)).to(tl.uint32)).to(tl.int32, bitcast=True)
-        return _values.with_sign_of(_values.e2m1_stochastic(magnitude, word, 0, ASM), value)
+        byte = (word >> (8 * (place % 4)).to(tl.uint32)).to(tl.int32) & 0xFF
+        return _values.e2m1_stochastic(value, factors, byte)
     else:
         below = tl.minimum(value * factors, 6.0, propagate_nan=tl.PropagateNan.ALL)
         return _values.e2m1_nearest(tl.maximum(below, -6.0, propagate_nan=tl.PropagateNan.ALL))
@@ -136,7 +135,7 @@ def _patch_kernel(  # type: ignore[no-untyped-def]
         scales = _scales.candidate_scale(block_amax, global_encode, 0, 0, RULE, E8M0, NATIVE_E4M3)
         factors = _scales.block_encode(scales, global_decode, E8M0, ASM)
         call = ((first_m + offs_m)[None, :] * block_count + block[:, None]) * (C // 16)
-        code = _encode_one(value, place, factors, call, seed_ptr, stream, STOCHASTIC, ASM)
+        code = _encode_one(value, place, factors, call, seed_ptr, stream, STOCHASTIC)
     factors = _scales.scale_decode(scales, E8M0)
     if BY != "none":
         factors = factors * maximum * (1.0 / MAX)

@@ -43,11 +43,12 @@ def quantize(
 
     def encode(scales: Tensor) -> Tensor:
         factors = scaling.expand(scaling.block_encode(scales, global_encode), block_format, values.shape[0])
-        scaled = factors.mul_(values)  # beyond 6 it saturates
         if quantizer.rounding is Rounding.STOCHASTIC:
             assert random_bits is not None, "stochastic rounding needs random bits"
+            # By way of 2^-14, where float16 has E2M1's spacing at each magnitude: it differs for values from 2^114 on.
+            scaled = factors.mul_(2.0**-14).mul_(values).mul_(2.0**14)
             return rounding.e2m1_stochastic(scaled, random_bits)
-        return rounding.e2m1_nearest(scaled)
+        return rounding.e2m1_nearest(factors.mul_(values))  # beyond 6 it saturates
 
     def wrap(scales: Tensor, codes: Tensor) -> FP4Tensor:
         return FP4Tensor(

@@ -34,7 +34,7 @@ def e2m1_stochastic(x: Tensor, random_bits: Tensor) -> Tensor:
     Returns:
         uint8 codes of the same shape.
     """
-    return _e2m1_codes(x, lambda steps: torch.floor(steps + random_bits.float() / 256))
+    return _e2m1_codes(x, lambda steps: torch.floor((torch.floor(steps * 256) + random_bits) / 256))
 
 
 def _e2m1_codes(x: Tensor, to_integer: Callable[[Tensor], Tensor]) -> Tensor:
