@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import threading
 from collections.abc import Callable
@@ -49,6 +50,11 @@ def check_input(x: Tensor, hadamard: int | None) -> None:
 def has_e4m3(x: Tensor) -> bool:
     """Whether the device of ``x`` converts to E4M3 itself (Ada, Hopper, Blackwell)."""
     return x.is_cuda and not is_interpreted() and _capability(x.get_device()) >= (8, 9)
+
+
+def has_early_launch(x: Tensor) -> bool:
+    """Whether a kernel on the device of ``x`` can start before the one before it ends (from Hopper on)."""
+    return x.is_cuda and not is_interpreted() and _capability(x.get_device()) >= (9, 0)
 
 
 @functools.cache
@@ -140,11 +146,20 @@ class Launcher:
         constants: their values, by name.
         warps: of each program.
         registers: that a thread may use at most, ``None`` to leave it to the compiler.
+        early: start while the kernel before it on the stream still runs, if that allows it; then it waits for its
+            results by ``gdc_wait``. For kernels that nothing can come between.
     """
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], warps: int = 4, registers: int | None = None) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        constants: dict[str, Any],
+        warps: int = 4,
+        registers: int | None = None,
+        early: bool = False,
+    ) -> None:
         self.kernel, self.constants = kernel, constants
-        self.options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
+        self.options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False, "launch_pdl": early}
         self._launches = Remembered[Launch]()
 
     def __call__(self, programs: int | tuple[int, int, int], *arguments: Tensor | int) -> None:
@@ -191,6 +206,28 @@ class Remembered(dict[tuple, Made]):
             self.clear()
         self[key] = made
         return made
+
+
+class Plan(abc.ABC):
+    """What launches for tensors that are alike have in common, to be called with them.
+
+    Args:
+        device: of the tensors, a GPU's number or -1.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def on_its_device(self, *arguments: Any) -> Any:
+        """Call it with its device as the current one."""
+        if is_elsewhere(self._device):
+            with torch.cuda.device(self._device):
+                return self(*arguments)
+        return self(*arguments)
+
+    @abc.abstractmethod
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Launch for these tensors, on the current device."""
 
 
 def traits(x: Tensor) -> tuple:

@@ -6,16 +6,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from lightning_fp4.formats import GlobalScale
 from lightning_fp4.kernels import _groups, _random, _scales
 from lightning_fp4.kernels._launch import (
     Launch,
+    Plan,
     Remembered,
     ceil_div,
     check_input,
     grid_of,
-    is_elsewhere,
+    has_early_launch,
     is_even,
     is_interpreted,
     is_wide,
@@ -30,15 +32,17 @@ from lightning_fp4.kernels._tiles import corner, load_columns, subtract_from_col
 def _amax_kernel(  # type: ignore[no-untyped-def]
     x_ptr, stride_m, stride_n, rows, columns, mean_ptr, maxima_ptr, first_row, first_column,
     CENTER: tl.constexpr, TENSOR: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, ROTATED: tl.constexpr,
-    HADAMARD: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    HADAMARD: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile into the maxima, which are float32 bits in int32, zero at the start.
 
     ``TENSOR``: one for ``x``, the first. ``ROW``, ``COLUMN``: one for each row from ``first_row`` on, and (after the
     rotation) for each column from ``first_column`` on. ``ROTATED``: one for the rotated ``x``, in the place of
-    ``COLUMN``. ``CENTER``: of ``x`` without the mean of each column.
+    ``COLUMN``. ``CENTER``: of ``x`` without the mean of each column. ``EARLY``: the next kernel may start already.
     """
+    if EARLY:
+        gdc_launch_dependents()
     pid_m, pid_n = tile_of_program()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     index_type: tl.constexpr = tl.int64 if WIDE else tl.int32
@@ -115,16 +119,11 @@ def amax(
         float32 ``[1, 1]``, ``[M, 1]`` / ``[N, 1]`` or ``None`` for each form. NaN propagates.
     """
     key = (rows, columns, hadamard, *traits(x), None if mean is None else traits(mean))
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans.keep(key, _Plan(x, rows, columns, hadamard, mean))
-    if is_elsewhere(plan.device):
-        with torch.cuda.device(plan.device):
-            return plan(x, mean, pool)
-    return plan(x, mean, pool)
+    plan = _plans.get(key) or _plans.keep(key, _Plan(x, rows, columns, hadamard, mean))
+    return plan.on_its_device(x, mean, pool)
 
 
-class _Plan:
+class _Plan(Plan):
     """What the maxima of matrices that are alike have in common."""
 
     def __init__(
@@ -136,7 +135,7 @@ class _Plan:
         mean: Tensor | None,
     ) -> None:
         check_input(x, hadamard)
-        self.device = x.get_device()
+        super().__init__(x.get_device())
         plain = rows == "tensor" or (columns == "tensor" and not hadamard)
         rotated = columns == "tensor" and bool(hadamard)
         # Each kind begins at a multiple of 16 bytes, as the results of operators have to.
@@ -154,7 +153,8 @@ class _Plan:
             self._launch = launcher(
                 _amax_kernel, CENTER=mean is not None, TENSOR=plain, ROW=rows == "row", COLUMN=columns == "row",
                 ROTATED=rotated, HADAMARD=hadamard if hadamard and columns else 0, ASM=not is_interpreted(),
-                EVEN=is_even(x, block_m, block_n), WIDE=is_wide(x, block_m, block_n), BLOCK_M=block_m, BLOCK_N=block_n,
+                EARLY=has_early_launch(x), EVEN=is_even(x, block_m, block_n), WIDE=is_wide(x, block_m, block_n),
+                BLOCK_M=block_m, BLOCK_N=block_n,
             ).on(grid_of(x, block_m, block_n))  # fmt: skip
 
     def __call__(self, x: Tensor, mean: Tensor | None, pool: bool) -> tuple[Tensor | None, Tensor | None]:

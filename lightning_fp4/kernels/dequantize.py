@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_fp4.formats import E8M0
 from lightning_fp4.kernels import _groups, _scales, _values
 from lightning_fp4.kernels._launch import (
+    Plan,
     Remembered,
     check_device,
     has_e4m3,
-    is_elsewhere,
     launcher,
     tiles_of,
     traits,
@@ -70,12 +70,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 tl.store(factor_ptr + offs_m, factor, mask=offs_m < rows)
 
 
-class _Plan:
+class _Plan(Plan):
     """What decoding matrices that are alike, whose parts are contiguous, has in common."""
 
     def __init__(self, quantized: FP4Tensor, out: Tensor, units: str) -> None:
         check_device(out)
-        self.device = out.get_device()
+        super().__init__(out.get_device())
         block_format, encoded_max = quantized.format, quantized.encoded_max
         block_m, block_n = 32, 256
         programs, tiles_n = tiles_of(out, block_m, block_n)
@@ -106,14 +106,8 @@ def _decode(quantized: FP4Tensor, out: Tensor, factor: Tensor | None, units: str
         units, quantized.format.name, quantized.encoded_max, traits(codes), scales.data_ptr() % 16, scales.shape,
         None if amax is None else amax.data_ptr() % 16, out.shape, out.dtype,
     )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans.keep(key, _Plan(quantized, out, units))
-    if is_elsewhere(plan.device):
-        with torch.cuda.device(plan.device):
-            plan(quantized, out, factor)
-    else:
-        plan(quantized, out, factor)
+    plan = _plans.get(key) or _plans.keep(key, _Plan(quantized, out, units))
+    plan.on_its_device(quantized, out, factor)
 
 
 def _contiguous(quantized: FP4Tensor) -> FP4Tensor:

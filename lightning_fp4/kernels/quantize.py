@@ -10,19 +10,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from lightning_fp4.formats import E8M0, FORMATS
 from lightning_fp4.kernels import _groups, _random
 from lightning_fp4.kernels._launch import (
     Launch,
     Launcher,
+    Plan,
     Remembered,
     candidate_count,
     ceil_div,
     check_input,
     grid_of,
     has_e4m3,
-    is_elsewhere,
+    has_early_launch,
     is_even,
     is_interpreted,
     is_wide,
@@ -70,13 +72,14 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     COLUMN_R: tl.constexpr, COLUMN_C: tl.constexpr, COLUMN_E8M0: tl.constexpr, COLUMN_RULE: tl.constexpr,
     COLUMN_STOCHASTIC: tl.constexpr, COLUMN_CANDIDATES: tl.constexpr,
     CENTER: tl.constexpr, HADAMARD: tl.constexpr, WORDS: tl.constexpr, NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``x`` ``[rows, columns]`` to the forms whose ``UNITS`` are not ``"none"``.
 
     With ``WORDS`` the rows are contiguous and whole numbers of groups, and ``word_ptr`` is ``x_ptr`` to int64. With
     ``WIDE`` offsets within a tile may exceed 32 bits. With ``CENTER`` the mean of each column is taken out first. Rows
-    of the row form are ``out_stride`` groups apart.
+    of the row form are ``out_stride`` groups apart. With ``EARLY`` the kernel before it, which finds the maxima, may
+    still run; all else was there before that one.
     """
     pid_m, pid_n = tile_of_program()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -109,6 +112,8 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
             block_amax = _groups.pairs_amax(pairs)
         else:
             block_amax = _groups.group_amax(values)
+        if EARLY:
+            gdc_wait()
         in_rows = first_m + offs_m < rows
         amax, encode, decode = load_globals(row_amax_ptr, first_m + offs_m, in_rows, ROW_MAX, ROW_BY, ASM)
         if ROW_UNITS != "packed" and pid_n == 0 and (ROW_BY == "row" or pid_m == 0):
@@ -135,6 +140,8 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
             values, block_amax = _groups.round_to(_random.rotate(values, HADAMARD, dtype), dtype, ASM)
         elif not CENTER:
             block_amax = _groups.group_amax(values)
+        if EARLY and ROW_UNITS == "none":
+            gdc_wait()
         in_columns = first_n + offs_n < columns
         amax, encode, decode = load_globals(column_amax_ptr, first_n + offs_n, in_columns, COLUMN_MAX, COLUMN_BY, ASM)
         if COLUMN_UNITS != "packed" and pid_m == 0 and (COLUMN_BY == "row" or pid_n == 0):
@@ -199,11 +206,18 @@ def _layout(block_format: str, rounding: Rounding, scale_rule: ScaleRule, units:
 
 @functools.cache
 def _launcher(
-    kernel: Any, rows: _Layout | None, columns: _Layout | None, warps: int, registers: int | None, **constants: Any
+    kernel: Any,
+    rows: _Layout | None,
+    columns: _Layout | None,
+    warps: int,
+    registers: int | None,
+    early: bool,
+    **constants: Any,
 ) -> Launcher:
     by_rows = {f"ROW_{name}": value for name, value in (rows.constants if rows else _UNUSED).items()}
     by_columns = {f"COLUMN_{name}": value for name, value in (columns.constants if columns else _UNUSED).items()}
-    return Launcher(kernel, {**by_rows, **by_columns, **constants, "ASM": not is_interpreted()}, warps, registers)
+    known = {**by_rows, **by_columns, "ASM": not is_interpreted(), "EARLY": early}
+    return Launcher(kernel, {**known, **constants}, warps, registers, early)
 
 
 class _Output:
@@ -279,14 +293,8 @@ def quantize_both(
         hadamard, _identity(rows), _identity(columns), *traits(x), None if mean is None else traits(mean),
         None if seed is None else seed.data_ptr() % 16,
     )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans.keep(key, _Plan(x, rows, columns, hadamard, seed, mean))
-    patch = None if rows is None else rows.patch
-    if is_elsewhere(plan.device):
-        with torch.cuda.device(plan.device):
-            return plan(x, seed, mean, patch, pool)
-    return plan(x, seed, mean, patch, pool)
+    plan = _plans.get(key) or _plans.keep(key, _Plan(x, rows, columns, hadamard, seed, mean))
+    return plan.on_its_device(x, seed, mean, None if rows is None else rows.patch, pool)
 
 
 def _identity(form: Form | None) -> tuple | None:
@@ -297,7 +305,7 @@ def _identity(form: Form | None) -> tuple | None:
     return id(form.quantizer), form.stream, form.units, None if patch is None else (len(patch.channels), patch.parts)
 
 
-class _Plan:
+class _Plan(Plan):
     """What quantising matrices that are alike has in common."""
 
     def __init__(
@@ -316,7 +324,7 @@ class _Plan:
             raise ValueError(f"`hadamard={hadamard}` is longer than the blocks of {columns.quantizer.format}.")
         if seed is None and any(form and form.quantizer.rounding is Rounding.STOCHASTIC for form in (rows, columns)):
             raise ValueError("Stochastic rounding needs a `seed`, an int64 tensor [key, step].")
-        self.device = x.get_device()
+        super().__init__(x.get_device())
         self._quantizers = tuple(form.quantizer if form else None for form in (rows, columns))  # whose ids are the key
         self._stream, self._hadamard = rows.stream if rows else 0, hadamard if columns else None
         self._row_scale = rows.quantizer.format.global_scale if rows else None
@@ -327,12 +335,14 @@ class _Plan:
         self._sizes = (*x.stride(), *x.shape)
         self._launch: Launch | None = None
         if x.numel() and (rows or columns):
+            follows_amax = self._row_scale is not None or self._column_scale is not None
             self._launch = _launcher(
                 _quantize_kernel,
                 self._rows and self._rows.layout, self._columns and self._columns.layout,
                 CENTER=mean is not None, HADAMARD=self._hadamard or 0, WORDS=self._words, NATIVE_E4M3=has_e4m3(x),
                 EVEN=is_even(x, _BLOCK_M, _BLOCK_N), WIDE=is_wide(x, _BLOCK_M, _BLOCK_N),
                 BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, warps=_WARPS, registers=_REGISTERS,
+                early=follows_amax and has_early_launch(x),
             ).on(grid_of(x, _BLOCK_M, _BLOCK_N))  # fmt: skip
 
     def __call__(

@@ -82,6 +82,8 @@ def _compile(launch, architecture):
 def _launch_quantize(monkeypatch, architecture, dtype, rows, columns, hadamard, units, mean=None, patch=None):
     for name in ("quantize", "hot_channels"):
         monkeypatch.setattr(MODULES[name], "has_e4m3", lambda x: architecture >= 89)
+    for name in ("amax", "quantize"):
+        monkeypatch.setattr(MODULES[name], "has_early_launch", lambda x: architecture >= 90)
     form = MODULES["quantize"].Form
     MODULES["quantize"].quantize_both(
         torch.zeros(96, 64, dtype=dtype),
@@ -118,6 +120,10 @@ def test_training_kernels(architecture, launches, monkeypatch):
         assert compiled.asm["cubin"]
         if launch[0].__name__ == "_quantize_kernel":
             assert ("cvt.rn.satfinite.e4m3x2" in compiled.asm["ptx"]) is (architecture >= 89)
+            assert ("griddepcontrol.wait" in compiled.asm["ptx"]) is (architecture >= 90)
+            assert launch[2]["launch_pdl"] is (architecture >= 90)
+        if launch[0].__name__ == "_amax_kernel":
+            assert ("griddepcontrol.launch_dependents" in compiled.asm["ptx"]) is (architecture >= 90)
 
 
 PATCH = Patch(channels=torch.arange(0, 64, 3), parts=("residual", "value"))
