@@ -276,7 +276,7 @@ def quantize_groups(
     global_decode, out_ptr, scale_ptr, seed_ptr, stream,
     ENCODED_MAX: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr, R: tl.constexpr, E8M0: tl.constexpr,
     RULE: tl.constexpr, STOCHASTIC: tl.constexpr, CANDIDATES: tl.constexpr, NATIVE_E4M3: tl.constexpr,
-    ASM: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr, EVEN: tl.constexpr, KEEP_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Quantise and store a tile; a group is a block, or with ``R`` others along the last axis a square block.
 
@@ -285,7 +285,8 @@ def quantize_groups(
     ``offs_out`` (rows of the output), ``offs_g`` (groups within a row), and ``amax`` with what ``_scales.encode_scale``
     makes of it and the reciprocal of that, broadcast to the shape of the tensors. The offsets count from ``first_out``
     and ``first_g`` (int64), where the tile starts in an output of ``outs`` rows of ``block_count`` groups,
-    whose values or codes start ``out_stride`` groups apart.
+    whose values or codes start ``out_stride`` groups apart. Scale bytes are stored beside codes, and beside decoded
+    values with ``KEEP_SCALES``.
     """
     first = first_out * block_count + first_g
     offs = offs_out * block_count + offs_g
@@ -319,6 +320,13 @@ def quantize_groups(
             # NaN is in the scale; the codes beside it are zero.
             visible = visible + (tl.where(decode == decode, codes[i], 0),)
         store_words(out_ptr + first_place * len(codes), visible, place, mask, EVEN)
+    else:
+        if PAIRS:
+            words = _groups.pack_pair_operand(encoded, decode * SHIFT)
+        else:
+            words = _groups.pack_operand(encoded, decode * SHIFT, UNITS, NATIVE_E4M3)
+        store_words(out_ptr + first_place * len(words), words, place, mask, EVEN)
+    if UNITS == "packed" or KEEP_SCALES:
         if R > 1:
             mask = mask & (offs_out % R == 0)
             first = (first_out // R) * block_count + first_g
@@ -327,9 +335,3 @@ def quantize_groups(
             tl.store(scale_ptr + first + offs, scales.to(tl.uint8))
         else:
             tl.store(scale_ptr + first + offs, scales.to(tl.uint8), mask=mask)
-    else:
-        if PAIRS:
-            words = _groups.pack_pair_operand(encoded, decode * SHIFT)
-        else:
-            words = _groups.pack_operand(encoded, decode * SHIFT, UNITS, NATIVE_E4M3)
-        store_words(out_ptr + first_place * len(words), words, place, mask, EVEN)

@@ -1,4 +1,4 @@
-"""The columns that a patched operand gains: residuals and values of its hot channels, read from the matrix itself."""
+"""The columns that a patched operand gains: residuals and values of its hot channels, in blocks of their own."""
 
 from __future__ import annotations
 
@@ -12,28 +12,12 @@ from torch import Tensor
 
 from lightning_fp4.formats import E8M0
 from lightning_fp4.kernels import _groups, _random, _scales, _values
-from lightning_fp4.kernels._launch import (
-    Launcher,
-    candidate_count,
-    ceil_div,
-    check_input,
-    has_e4m3,
-    is_interpreted,
-    is_word_aligned,
-)
-from lightning_fp4.kernels._tiles import (
-    encode_blocks,
-    load_globals,
-    load_rows,
-    load_words,
-    over_block,
-    quantize_groups,
-    subtract_from_rows,
-)
+from lightning_fp4.kernels._launch import Launcher, candidate_count, ceil_div, check_input, has_e4m3, is_interpreted
+from lightning_fp4.kernels._tiles import load_globals, quantize_groups
 from lightning_fp4.quantizer import Quantizer, Rounding
 from lightning_fp4.tensor import Patch, operand_shift
 
-_BLOCK_M, _GROUPS, _WARPS = 32, 2, 8
+_BLOCK_M, _GROUPS, _WARPS = 64, 2, 4
 
 
 @triton.jit
@@ -82,17 +66,17 @@ def _encode_one(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _patch_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, word_ptr, stride_m, stride_n, rows, columns, mean_ptr, channel_ptr, count, tiles_g, seed_ptr, stream,
+    x_ptr, stride_m, stride_n, rows, columns, mean_ptr, scale_ptr, channel_ptr, count, tiles_g, seed_ptr, stream,
     amax_ptr, out_ptr, out_stride,
     FIRST: tl.constexpr, SECOND: tl.constexpr, CENTER: tl.constexpr,
     UNITS: tl.constexpr, BY: tl.constexpr, MAX: tl.constexpr, SHIFT: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    E8M0: tl.constexpr, RULE: tl.constexpr, STOCHASTIC: tl.constexpr, CANDIDATES: tl.constexpr, WORDS: tl.constexpr,
+    E8M0: tl.constexpr, RULE: tl.constexpr, STOCHASTIC: tl.constexpr, CANDIDATES: tl.constexpr,
     NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """One tile of the columns: ``GROUPS`` blocks of hot channels of ``BLOCK_M`` rows, for one or two parts.
 
-    Each hot channel's block is read and quantised anew, which gives the bits that it was quantised to the first time.
-    Until they are blocks of the patch, the hot channels lie in tensors ``[GROUPS * C, BLOCK_M]``.
+    The scale of its block gives each value the code that it was quantised to. Until they are blocks of the patch, the
+    hot channels lie in tensors ``[GROUPS * C, BLOCK_M]``, and neighbouring threads hold neighbours of a row.
     """
     pid = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -101,46 +85,29 @@ def _patch_kernel(  # type: ignore[no-untyped-def]
     first_g = (pid % tiles_g) * GROUPS
     offs_m = tl.arange(0, BLOCK_M).to(index_type)
     offs_k = tl.arange(0, GROUPS * C)
-    is_hot = first_g * C + offs_k < count
     block_count = (columns + C - 1) // C
-    # What is past the last hot channel lies past the last block, where everything reads as zero.
-    channel = tl.load(channel_ptr + first_g * C + offs_k, mask=is_hot, other=block_count * C).to(index_type)
-    block = channel // C
-    place = (channel % C)[:, None]
-    if WORDS:
-        stride = stride_m // (64 // dtype.primitive_bitwidth)
-        start = word_ptr + first_m * stride
-        blocks, _ = load_words(start, stride, offs_m, block, rows - first_m, block_count, C, dtype, False)
-    else:
-        start = x_ptr + first_m * stride_m
-        blocks = load_rows(start, stride_m, stride_n, offs_m, block, rows - first_m, columns, C, False)
-    if CENTER:
-        blocks, group_amax = subtract_from_rows(
-            blocks, mean_ptr, offs_m, block, rows - first_m, columns, C, dtype, ASM, False
-        )
-    else:
-        group_amax = _groups.group_amax(blocks)
+    channel = tl.load(channel_ptr + first_g * C + offs_k, mask=first_g * C + offs_k < count, other=columns)
+    is_hot = channel < columns
+    channel = channel.to(index_type)
+    block = (channel // C)[:, None]
     is_row = first_m + offs_m < rows
+    is_inside = is_hot[:, None] & is_row[None, :]
+    place = x_ptr + first_m * stride_m + (channel[:, None] * stride_n + offs_m[None, :] * stride_m)
+    value = tl.load(place, mask=is_inside, other=0.0).to(tl.float32)
+    place = scale_ptr + (first_m // R) * block_count + ((offs_m // R)[None, :] * block_count + block)
+    scale = tl.load(place, mask=is_inside, other=0).to(tl.int32)
+    if CENTER:
+        mean = tl.load(mean_ptr + channel, mask=is_hot, other=0.0)
+        value = tl.where(is_inside, _groups.round_one(value - mean[:, None], dtype), 0.0)
     maximum, global_encode, global_decode = load_globals(amax_ptr, first_m + offs_m, is_row, MAX, BY, ASM)
     maximum, global_encode, global_decode = maximum[None, :], global_encode[None, :], global_decode[None, :]
-    value = _pick(blocks, place)
-    if CANDIDATES > 1:
-        encoded, scales = encode_blocks(
-            blocks, group_amax, (), maximum, global_encode, global_decode, MAX, R, E8M0, RULE, False, CANDIDATES,
-            NATIVE_E4M3, ASM,
-        )  # fmt: skip
-        code = _pick(encoded, place)
-    else:
-        block_amax = over_block(group_amax, R)
-        scales = _scales.candidate_scale(block_amax, global_encode, 0, 0, RULE, E8M0, NATIVE_E4M3)
-        factors = _scales.block_encode(scales, global_decode, E8M0, ASM)
-        call = ((first_m + offs_m)[None, :] * block_count + block[:, None]) * (C // 16)
-        code = _encode_one(value, place, factors, call, seed_ptr, stream, STOCHASTIC)
-    factors = _scales.scale_decode(scales, E8M0)
+    factors = _scales.block_encode(scale, global_decode, E8M0, ASM)
+    call = ((first_m + offs_m)[None, :] * block_count + block) * (C // 16)
+    code = _encode_one(value, (channel % C)[:, None], factors, call, seed_ptr, stream, STOCHASTIC)
+    factors = _scales.scale_decode(scale, E8M0)
     if BY != "none":
         factors = factors * maximum * (1.0 / MAX)
-    # Padding stays zero, also where an infinite scale would make it NaN.
-    is_inside = is_hot[:, None] & is_row[None, :]
+    # Padding stays zero, also where an infinite maximum would make it NaN.
     residual = tl.where(is_inside, value - code * factors, 0.0)
     offs_g = tl.arange(0, GROUPS)[:, None]
     patch_count = (count + C - 1) // C
@@ -148,7 +115,7 @@ def _patch_kernel(  # type: ignore[no-untyped-def]
     quantize_groups(
         first, _groups.group_amax(first), first_m, offs_m[None, :], first_g, offs_g, rows, patch_count, out_stride,
         maximum, global_encode, global_decode, out_ptr, out_ptr, seed_ptr, stream, MAX, UNITS, SHIFT, R, E8M0, RULE,
-        False, CANDIDATES, NATIVE_E4M3, ASM, False,
+        False, CANDIDATES, NATIVE_E4M3, ASM, False, False,
     )  # fmt: skip
     if SECOND != "none":
         OUT_WORDS: tl.constexpr = C // 2 if UNITS == "bf16" else C // 4
@@ -156,7 +123,7 @@ def _patch_kernel(  # type: ignore[no-untyped-def]
         quantize_groups(
             second, _groups.group_amax(second), first_m, offs_m[None, :], first_g, offs_g, rows, patch_count,
             out_stride, maximum, global_encode, global_decode, out_ptr + patch_count * OUT_WORDS, out_ptr,
-            seed_ptr, stream, MAX, UNITS, SHIFT, R, E8M0, RULE, False, CANDIDATES, NATIVE_E4M3, ASM, False,
+            seed_ptr, stream, MAX, UNITS, SHIFT, R, E8M0, RULE, False, CANDIDATES, NATIVE_E4M3, ASM, False, False,
         )  # fmt: skip
 
 
@@ -187,6 +154,7 @@ def append_patch(
     x: Tensor,
     values: Tensor,
     amax: Tensor | None,
+    scales: Tensor,
     quantizer: Quantizer,
     patch: Patch,
     *,
@@ -201,6 +169,8 @@ def append_patch(
         values: ``[rows, padded columns + patch.width(block)]`` in bfloat16 or float8_e4m3fn; all but the last columns
             are left as they are.
         amax: float32 ``[1, 1]`` or ``[rows, 1]``, what the operand was quantised with; ``None`` without a global scale.
+        scales: uint8 ``[padded rows / block rows, padded columns / block columns]``, contiguous, the scale bytes of the
+            operand's blocks.
         quantizer: how.
         patch: which columns.
         mean: float32 ``[1, columns]``, contiguous, what was taken out of ``x`` first.
@@ -217,18 +187,15 @@ def append_patch(
     if not rows * width:
         return
     assert seed is not None or quantizer.rounding is Rounding.NEAREST
-    words = is_word_aligned(x, block)
     reach = max(_BLOCK_M * x.stride(0) + columns * x.stride(1), _BLOCK_M * values.shape[1])
     out = values[:, values.shape[1] - width :].view(torch.int32)
     tiles_g = ceil_div(ceil_div(channels.shape[0], block), _GROUPS)
     launch = _launcher(
         _patch_kernel, quantizer, patch.parts, "bf16" if values.dtype is torch.bfloat16 else "fp8", _WARPS,
-        CENTER=mean is not None, WORDS=words, NATIVE_E4M3=has_e4m3(x), WIDE=reach >= 2**31,
-        BLOCK_M=_BLOCK_M, GROUPS=_GROUPS,
+        CENTER=mean is not None, NATIVE_E4M3=has_e4m3(x), WIDE=reach >= 2**31, BLOCK_M=_BLOCK_M, GROUPS=_GROUPS,
     )  # fmt: skip
     launch(
         ceil_div(rows, _BLOCK_M) * tiles_g,
-        x, x.view(torch.int64) if words else x, *x.stride(), rows, columns, x if mean is None else mean,
-        channels.contiguous(), channels.shape[0], tiles_g, x if seed is None else seed, stream,
-        x if amax is None else amax, out, values.shape[1] // block,
+        x, *x.stride(), rows, columns, x if mean is None else mean, scales, channels.contiguous(), channels.shape[0],
+        tiles_g, x if seed is None else seed, stream, x if amax is None else amax, out, values.shape[1] // block,
     )  # fmt: skip

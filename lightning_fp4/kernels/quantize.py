@@ -71,15 +71,17 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     COLUMN_UNITS: tl.constexpr, COLUMN_BY: tl.constexpr, COLUMN_MAX: tl.constexpr, COLUMN_SHIFT: tl.constexpr,
     COLUMN_R: tl.constexpr, COLUMN_C: tl.constexpr, COLUMN_E8M0: tl.constexpr, COLUMN_RULE: tl.constexpr,
     COLUMN_STOCHASTIC: tl.constexpr, COLUMN_CANDIDATES: tl.constexpr,
-    CENTER: tl.constexpr, HADAMARD: tl.constexpr, WORDS: tl.constexpr, NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr,
-    EARLY: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CENTER: tl.constexpr, HADAMARD: tl.constexpr, PATCHED: tl.constexpr, WORDS: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``x`` ``[rows, columns]`` to the forms whose ``UNITS`` are not ``"none"``.
 
     With ``WORDS`` the rows are contiguous and whole numbers of groups, and ``word_ptr`` is ``x_ptr`` to int64. With
     ``WIDE`` offsets within a tile may exceed 32 bits. With ``CENTER`` the mean of each column is taken out first. Rows
-    of the row form are ``out_stride`` groups apart. With ``EARLY`` the kernel before it, which finds the maxima, may
-    still run; all else was there before that one.
+    of the row form are ``out_stride`` groups apart. With ``PATCHED`` the row form leaves the scale bytes of its blocks
+    also if it is decoded. With ``EARLY`` the kernel before it, which finds the maxima, may still run; all else was
+    there before that one.
     """
     pid_m, pid_n = tile_of_program()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -122,7 +124,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
             values, block_amax, first_m, offs_m[None, :], first_g, offs_g[:, None], rows, groups, out_stride,
             amax[None, :], encode[None, :], decode[None, :], row_out_ptr, row_scale_ptr, seed_ptr, row_stream,
             ROW_MAX, ROW_UNITS, ROW_SHIFT, ROW_R, ROW_E8M0, ROW_RULE, ROW_STOCHASTIC, ROW_CANDIDATES,
-            NATIVE_E4M3, ASM, EVEN,
+            NATIVE_E4M3, ASM, EVEN, PATCHED,
         )  # fmt: skip
     if COLUMN_UNITS != "none":
         first_g = pid_m * (BLOCK_M // COLUMN_C)
@@ -150,7 +152,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
             values, block_amax, first_n, offs_n[None, :], first_g, offs_g[:, None], columns, groups, groups,
             amax[None, :], encode[None, :], decode[None, :], column_out_ptr, column_scale_ptr, seed_ptr, column_stream,
             COLUMN_MAX, COLUMN_UNITS, COLUMN_SHIFT, COLUMN_R, COLUMN_E8M0, COLUMN_RULE, COLUMN_STOCHASTIC,
-            COLUMN_CANDIDATES, NATIVE_E4M3, ASM, EVEN,
+            COLUMN_CANDIDATES, NATIVE_E4M3, ASM, EVEN, False,
         )  # fmt: skip
 
 
@@ -220,6 +222,10 @@ def _launcher(
     return Launcher(kernel, {**known, **constants}, warps, registers, early)
 
 
+_Arguments = tuple[Tensor, Tensor, Tensor, Tensor, int]
+"""What the kernel takes for a form: maxima, codes or values, scale bytes, factor, random stream."""
+
+
 class _Output:
     """Memory for one form of ``[rows, columns]`` matrices, and the kernel's arguments for it."""
 
@@ -229,6 +235,7 @@ class _Output:
         blocks = ceil_div(columns, layout.block_columns)
         width = blocks * layout.block_columns
         self.shape = (rows, columns)
+        self._has_scales = layout.units is None or form.patch is not None
         if form.patch is not None:
             width += form.patch.width(layout.block_columns)
             self.shape = (rows, width)
@@ -237,14 +244,14 @@ class _Output:
         self._scale_shape = (ceil_div(rows, layout.block_rows), blocks)
         self._stream = form.stream
 
-    def make(self, x: Tensor, amax: Tensor | None) -> tuple[FP4Tensor | FP4Operand, tuple[Tensor | int, ...]]:
+    def make(self, x: Tensor, amax: Tensor | None) -> tuple[FP4Tensor | FP4Operand, _Arguments]:
         """The form, still empty, and the kernel's pointers and stream for it; words stand for what it does not use."""
         layout = self.layout
         out = x.new_empty(self._out_shape, dtype=layout.dtype)
         words = out.view(torch.int32) if out.numel() else out  # a group of neighbours fills whole words
         maxima = words if amax is None else amax
+        scales = x.new_empty(self._scale_shape, dtype=torch.uint8) if self._has_scales else words
         if layout.units is None:
-            scales = x.new_empty(self._scale_shape, dtype=torch.uint8)
             packed = FP4Tensor(
                 codes=out, scales=scales.view(layout.scale_dtype), amax=amax, encoded_max=layout.encoded_max,
                 format=layout.format, shape=self.shape,
@@ -252,7 +259,7 @@ class _Output:
             return packed, (maxima, words, scales, words, self._stream)
         factor = None if amax is None else torch.empty_like(amax)
         decoded = FP4Operand(values=out, factor=factor, shape=self.shape)
-        return decoded, (maxima, words, words, words if factor is None else factor, self._stream)
+        return decoded, (maxima, words, scales, words if factor is None else factor, self._stream)
 
 
 def supports(quantizer: Quantizer, hadamard: int | None = None, units: Units | None = None) -> bool:
@@ -339,7 +346,8 @@ class _Plan(Plan):
             self._launch = _launcher(
                 _quantize_kernel,
                 self._rows and self._rows.layout, self._columns and self._columns.layout,
-                CENTER=mean is not None, HADAMARD=self._hadamard or 0, WORDS=self._words, NATIVE_E4M3=has_e4m3(x),
+                CENTER=mean is not None, HADAMARD=self._hadamard or 0, PATCHED=bool(rows and rows.patch),
+                WORDS=self._words, NATIVE_E4M3=has_e4m3(x),
                 EVEN=is_even(x, _BLOCK_M, _BLOCK_N), WIDE=is_wide(x, _BLOCK_M, _BLOCK_N),
                 BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, warps=_WARPS, registers=_REGISTERS,
                 early=follows_amax and has_early_launch(x),
@@ -350,7 +358,7 @@ class _Plan(Plan):
     ) -> tuple[FP4Tensor | FP4Operand | None, FP4Tensor | FP4Operand | None]:
         row_amax, column_amax = amax(x, self._row_scale, self._column_scale, self._hadamard, mean, pool)
         by_rows, by_columns, stride = None, None, 0
-        row_arguments: tuple[Tensor | int, ...] = (x, x, x, x, 0)
+        row_arguments: _Arguments = (x, x, x, x, 0)
         column_arguments = row_arguments
         if self._rows is not None:
             by_rows, row_arguments = self._rows.make(x, row_amax)
@@ -368,7 +376,10 @@ class _Plan(Plan):
                     form.factor.zero_()
         quantizer = self._quantizers[0]
         if patch is not None and quantizer is not None and isinstance(by_rows, FP4Operand):
-            append_patch(x, by_rows.values, row_amax, quantizer, patch, mean=mean, seed=seed, stream=self._stream)
+            append_patch(
+                x, by_rows.values, row_amax, row_arguments[2], quantizer, patch, mean=mean, seed=seed,
+                stream=self._stream,
+            )  # fmt: skip
         return by_rows, by_columns
 
 
