@@ -183,7 +183,7 @@ COLUMNS = spread(
 LONGEST = spread([dict(columns=form, hadamard=32) for form in _LONG], _FREE, TOGETHER["LONGEST"])
 PATCHED = spread(
     [dict(rows=Form(quantizer=q, units=UNITS[1 + i % 2])) for i, q in enumerate(QUANTIZERS + QUANTIZERS[-11:])],
-    {**_FREE, "layout": list(LAYOUTS)[1:], "parts": PARTS},
+    {**_FREE, "parts": PARTS},
     TOGETHER["PATCHED"],
 )
 

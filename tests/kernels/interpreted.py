@@ -12,6 +12,7 @@ from tests.kernels.checks import (
     check_both,
     check_decode,
     check_mean,
+    check_one,
     check_patch,
     check_sums,
     check_times_matrix,
@@ -139,11 +140,40 @@ def test_patched_sizes(shape):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
-@pytest.mark.parametrize("block_format", [NVFP4, NVFP4_ROW, NVFP4_2D, MXFP4], ids=str)
-def test_patched_non_finite(block_format, bad):
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        Quantizer(scale_rule="four_over_six"),
+        Quantizer(format=NVFP4_ROW, scale_rule="unbiased"),
+        Quantizer(format=NVFP4_2D, scale_rule="four_over_six"),
+        Quantizer(format=MXFP4, scale_rule="unbiased"),
+    ],
+    ids=str,
+)
+def test_patched_non_finite(quantizer, bad):
+    """The channel itself, and those of its block, which are hot too, and finite."""
     x = torch.randn(33, 70) * (bad != 0)
     x[3, 5] = bad
-    check_patch(x, Quantizer(format=block_format, scale_rule="unbiased"), HOT)
+    check_patch(x, quantizer, HOT)
+
+
+@pytest.mark.parametrize("block_format", [NVFP4, NVFP4_2D], ids=str)
+def test_patched_by_the_scales_that_were_chosen(block_format):
+    """Of several candidates, in whole tiles and in others, centred and not, beside a column form."""
+    quantizer = Quantizer(format=block_format, scale_rule="four_over_six")
+    patch = Patch(channels=HOT, parts=("residual", "value"))
+    for shape in ((64, 128), (33, 70)):
+        x = (wide(shape, torch.float32) + 3 * torch.randn(shape[1])).bfloat16()
+        for mean in (None, kernels.token_mean(x)):
+            check_both(x, quantizer, units=("fp8", None), columns=Quantizer(), mean=mean, patch=patch)
+
+
+def test_patched_strides():
+    x, parts = torch.randn(40, 66).bfloat16(), ("residual", "value")
+    for view in (x.T, x[:, ::2], x[1:, 3:], x[:1].expand(20, 66)):
+        channels = torch.arange(0, view.shape[1], 2)[::2].flip(0)  # in any order, and themselves not contiguous
+        for quantizer in (Quantizer(), Quantizer(format=NVFP4_2D, scale_rule="four_over_six")):
+            check_one(view, quantizer, units="bf16", patch=Patch(channels=channels, parts=parts))
 
 
 def stack(shape, dtype):
