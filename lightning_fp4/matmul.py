@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -158,7 +157,7 @@ def _round_mean(mean: Tensor | None, quantizer: Quantizer) -> Tensor | None:
     """The mean as the product will use it: exact, or (Averis' own form) in four bits, rounded to nearest."""
     if mean is None or quantizer.center is None or quantizer.center.mean == "exact":
         return mean
-    rounded = ops.quantize(mean, dataclasses.replace(quantizer, rounding=Rounding.NEAREST, center=None))
+    rounded = ops.quantize(mean, quantizer.plain)
     assert isinstance(rounded, FP4Tensor)
     return ops.dequantize(rounded)
 
@@ -321,8 +320,7 @@ def channel_scores(x: Tensor, w: Tensor, gemm: Gemm) -> Tensor:
     sides = []
     for matrix, quantizer in ((x, gemm.lhs), (w, gemm.rhs)):
         assert quantizer is not None
-        nearest = dataclasses.replace(quantizer, rounding=Rounding.NEAREST)
-        sides.append(quantize_rows(matrix, Operand(quantizer=nearest, hadamard=None, stream=0)))
+        sides.append(quantize_rows(matrix, Operand(quantizer=quantizer.nearest, hadamard=None, stream=0)))
     lhs, rhs = sides
     assert isinstance(lhs.matrix, FP4Tensor)
     assert isinstance(rhs.matrix, FP4Tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -117,6 +117,21 @@ class Quantizer:
                 f"`Quantizer(rounding='stochastic', scale_rule={self.scale_rule.value!r})`: choosing the scale by the "
                 "error makes stochastic rounding biased. Use scale_rule='unbiased' (or 'rne') for gradients."
             )
+
+        # Made here since compilers cannot trace how they are made.
+        nearest = self if self.rounding is Rounding.NEAREST else replace(self, rounding=Rounding.NEAREST)
+        object.__setattr__(self, "_nearest", nearest)
+        object.__setattr__(self, "_plain", nearest if self.center is None else replace(nearest, center=None))
+
+    @property
+    def nearest(self) -> Quantizer:
+        """The same, rounding to nearest."""
+        return self._nearest  # type: ignore[attr-defined]
+
+    @property
+    def plain(self) -> Quantizer:
+        """The same, rounding to nearest, without centring: for means, and for columns of a patch."""
+        return self._plain  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         rounding = "SR" if self.rounding is Rounding.STOCHASTIC else "RTN"

@@ -158,7 +158,7 @@ class _Plan(Plan):
             ).on(grid_of(x, block_m, block_n))  # fmt: skip
 
     def __call__(self, x: Tensor, mean: Tensor | None, pool: bool) -> tuple[Tensor | None, Tensor | None]:
-        if not self._count:
+        if self._rows is None and self._columns is None:
             return None, None
         bits = zeros(self._count, x, pool)  # which sort as the non-negative floats do
         if self._launch is not None:

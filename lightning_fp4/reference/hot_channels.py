@@ -13,7 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from lightning_fp4.quantizer import Quantizer, Rounding
+from lightning_fp4.quantizer import Quantizer
 from lightning_fp4.reference import rounding
 from lightning_fp4.reference.quantize import quantize
 from lightning_fp4.tensor import FP4Tensor
@@ -54,7 +54,7 @@ def patch_columns(
         ``[rows, len(parts) * k]``, each part padded with zero columns to whole blocks.
     """
     residual, _ = patch_values(x, quantized, channels)
-    nearest = dataclasses.replace(quantizer, rounding=Rounding.NEAREST, center=None)
+    nearest = quantizer.plain
     values = {"residual": residual, "value": x[:, channels].float()}
     columns = [quantize(values[part], nearest, amax=quantized.amax) for part in parts]
     return concatenate(columns)
