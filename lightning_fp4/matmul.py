@@ -187,7 +187,16 @@ def multiply(
     if not isinstance(lhs.matrix, Tensor) and not isinstance(rhs.matrix, Tensor):
         return ops.gemm(lhs.matrix, rhs.matrix, bias, dtype, units)
     a, b = (_in_high_precision(side.matrix, compute_dtype) for side in (lhs, rhs))
-    return torch.nn.functional.linear(a, b, None if bias is None else bias.to(compute_dtype)).to(dtype)
+    product = torch.nn.functional.linear(a, b, None if bias is None else bias.to(compute_dtype))
+    return _in_dtype(product, dtype)
+
+
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)`` where that does something.
+
+    PyTorch 2.11 compiles an autograd function whose output is a ``to`` without effect to one without gradients.
+    """
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _in_high_precision(matrix: Matrix, dtype: torch.dtype) -> Tensor:
@@ -220,7 +229,7 @@ def add_mean_outer(product: Tensor, lhs: Side, rhs: Side, tokens: int, dtype: to
     The cross terms, a mean times the rest, vanish because the rest sums to zero over the tokens.
     """
     if lhs.mean is None or rhs.mean is None:
-        return product.to(dtype)
+        return _in_dtype(product, dtype)
     return ops.add_outer(product, lhs.mean, rhs.mean, tokens, dtype)
 
 
@@ -282,14 +291,14 @@ def patched_multiply(
         product = ops.gemm(a, b, bias, torch.float32, units)
         plain = _plain_patch(lhs.rest, a, rhs.rest, b, hot, left.channels)
         patch = torch.nn.functional.linear(*(side.to(compute_dtype) for side in plain))
-        return (product + patch).to(compute_dtype)
+        return _in_dtype(product + patch, compute_dtype)
     left_patch = ops.patch_columns(lhs.rest, a, gemm.lhs, left)
     right_patch = ops.patch_columns(rhs.rest, b, gemm.rhs, right)
     if hot.mode == "single":
         left_columns, right_columns = ops.concatenate(a, left_patch), ops.concatenate(b, right_patch)
         return ops.gemm(left_columns, right_columns, bias, compute_dtype, units)
     product = ops.gemm(a, b, bias, torch.float32, units)
-    return (product + ops.gemm(left_patch, right_patch, None, torch.float32, units)).to(compute_dtype)
+    return _in_dtype(product + ops.gemm(left_patch, right_patch, None, torch.float32, units), compute_dtype)
 
 
 def _plain_patch(

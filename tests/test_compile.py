@@ -1,6 +1,7 @@
 """``torch.compile`` of converted layers: the same bits, without graph breaks, without many compilations."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -59,6 +60,16 @@ def test_compiled_is_eager_to_the_bit(name, backend, device):
         assert same_bits(a, b)
     if name != "rtn":
         assert [layer.fp4_rng_state.tolist()[1] for layer in (twin.a, twin.b)] == [3, 3]
+
+
+@pytest.mark.parametrize("plain", ["fprop", "dgrad", "wgrad"])
+def test_compiled_with_a_gemm_in_high_precision(plain, device):
+    eager = convert_to_fp4(Linears(), dataclasses.replace(get_recipe("nvfp4"), **{plain: None}), seed=1).to(device)
+    twin = copy.deepcopy(eager)
+    expected = _steps(eager, eager, device)
+    actual = _steps(torch.compile(twin, fullgraph=True, backend="aot_eager"), twin, device)
+    for a, b in zip(actual, expected, strict=True):
+        assert same_bits(a, b)
 
 
 def test_few_compilations_over_token_counts(device):
