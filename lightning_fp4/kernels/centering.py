@@ -12,7 +12,7 @@ from lightning_fp4.kernels._launch import ceil_div, check_device, check_input, i
 from lightning_fp4.kernels._tiles import corner, load_columns
 
 _NEIGHBOURS = 16  # rows that one thread adds
-_BLOCK_M, _BLOCK_N, _WARPS = 256, 64, 4
+_BLOCK_M, _BLOCK_N, _WARPS = 256, 128, 8
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def times_matrix(mean: Tensor, matrix: Tensor) -> Tensor:
     if not matrix.numel():
         return mean.new_zeros(outs)
     # Neighbours in memory belong to one warp; where these are outputs, spans of the sum run side by side.
-    block_n, block_k, span = (16, 256, length) if matrix.stride(1) == 1 else (128, 16, 256)
+    block_n, block_k, span = (8, 512, length) if matrix.stride(1) == 1 else (128, 64, 256)
     spans = ceil_div(length, span)
     sums = mean.new_empty((spans, outs))
     tiles_n = ceil_div(outs, block_n)

@@ -460,6 +460,7 @@ def test_flags_of_the_recipe_reach_the_layers(run):
         "averis": False,
         "mode": "single",
         "last_blocks": 4,
+        "forward_scale": "rne",
     }
     assert plain["layers"] == "mlp"
     assert plain["fp4"]["fp4_layers"] == 2 * 3  # gate, up and down
