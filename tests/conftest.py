@@ -1,7 +1,13 @@
 """Fixtures for all tests: the devices to run on, and a default state of PyTorch before and after each test."""
 
+import os
+
 import pytest
 import torch
+
+# Threads of test processes that share cores wait for each other, and spend more time at that than at these small sizes.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

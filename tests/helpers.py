@@ -6,9 +6,13 @@ import dataclasses
 import functools
 import io
 import lzma
+import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.multiprocessing
 from torch import nn
 
 from lightning_fp4 import FP4Linear, FP4Tensor, Recipe, convert_to_fp4, get_recipe
@@ -126,6 +130,12 @@ def stochastic(recipe: Recipe) -> bool:
 def without_blocks(recipe: Recipe) -> Recipe:
     """The recipe for every block, so that a model of two blocks has FP4 layers."""
     return dataclasses.replace(recipe, first_blocks=0, last_blocks=0)
+
+
+def run_processes(function: Callable[..., None], *args: Any, count: int = 2) -> None:
+    """Run ``function(rank, *args)`` in processes that have imported what takes long: they are forks of one that has."""
+    multiprocessing.set_forkserver_preload(["lightning.pytorch", "lightning_fp4"])
+    torch.multiprocessing.start_processes(function, args, nprocs=count, start_method="forkserver")
 
 
 class MLP(nn.Module):

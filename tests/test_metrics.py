@@ -9,13 +9,13 @@ import pytest
 import scipy.stats
 import torch
 import torch.distributed
-import torch.multiprocessing
 
 from lightning_fp4 import metrics
 from lightning_fp4.formats import E2M1_VALUES, MXFP4, NVFP4, NVFP4_2D
 from lightning_fp4.quantizer import Quantizer, ScaleRule
 from lightning_fp4.reference import dequantize, quantize
 from lightning_fp4.reference.packing import unpack
+from tests.helpers import run_processes
 
 QUANTIZERS = {
     "nvfp4": Quantizer(format=NVFP4),
@@ -223,7 +223,6 @@ def test_metrics_accumulate_over_batches():
 
 
 def _run_rank(rank: int, directory: str) -> None:
-    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
     collected = all_metrics(64)
     # Unequal shares: one batch on rank 0, three on rank 1.
@@ -235,7 +234,7 @@ def _run_rank(rank: int, directory: str) -> None:
 
 
 def test_metrics_accumulate_over_ranks(tmp_path):
-    torch.multiprocessing.spawn(_run_rank, args=(str(tmp_path),), nprocs=2)
+    run_processes(_run_rank, str(tmp_path))
     local = all_metrics(64)
     for x in batches():
         for metric in local.values():

@@ -12,7 +12,6 @@ from datetime import timedelta
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.multiprocessing
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_fp4 import convert_to_fp4, get_recipe
-from tests.helpers import RTN, relative_error
+from tests.helpers import RTN, relative_error, run_processes
 from tests.trainer_models import WIDTH, Regressor, adamw, layers_of, plugin, sgd, trainer
 
 pytestmark = [
@@ -238,7 +237,6 @@ SCENARIOS = {
 
 def worker(rank, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0")
-    torch.set_num_threads(1)
     for name, scenario in SCENARIOS.items():
         try:
             torch.manual_seed(0)
@@ -251,9 +249,7 @@ def worker(rank, port, folder):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
-    torch.multiprocessing.start_processes(
-        worker, (find_free_network_port(), folder), nprocs=2, join=True, start_method="spawn"
-    )
+    run_processes(worker, find_free_network_port(), folder)
     return folder
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -94,33 +94,106 @@ def next_state(
     )
 
 
-def unit_norms(x: Tensor) -> Tensor:
-    """Norm of each unit's slice: of every row of a matrix (all axes but the first), of a whole vector or scalar."""
-    return torch.linalg.vector_norm(
-        x, dim=tuple(range(1, x.dim())) if x.dim() > 1 else None, keepdim=True, dtype=torch.float32
-    )
+STACKED = 2**22
+"""How many elements :func:`clip_unitwise` copies at most, to handle small parameters together."""
 
 
-def clip_unitwise(parameter: Tensor, gradient: Tensor, clip_factor: float, eps: float) -> Tensor:
+def clip_unitwise(parameters: Sequence[Tensor], gradients: Sequence[Tensor], clip_factor: float, eps: float) -> Tensor:
     """Clip each unit's gradient to ``clip_factor`` of its weights' norm, in place (Brock et al. 2021, equation 3).
 
-    ``DTensor`` shards are exact: norms of units that are cut are summed over the ranks.
+    A unit is a row of a matrix (all axes but the first), or a whole vector or scalar; norms are float32. Small
+    parameters of one shape and dtype are stacked, so that more layers hardly mean more operators.
+
+    ``DTensor`` shards are exact: norms of units that are cut are summed over the ranks, all of which have to call this.
 
     Args:
-        parameter: the weights.
-        gradient: of the same shape.
+        parameters: the weights.
+        gradients: of the same shapes.
         clip_factor: largest ratio of gradient norm to weight norm.
         eps: weight norms below it count as ``eps``.
 
     Returns:
         How many units were clipped, an integer scalar: over all ranks if sharded.
     """
-    largest = unit_norms(parameter.detach()).clamp(min=eps) * clip_factor
-    norms = unit_norms(gradient)
-    factors = torch.where(norms > largest, largest / norms.clamp(min=1e-6), torch.ones_like(norms))
-    gradient.mul_(factors.to(gradient.dtype))
-    clipped = (norms > largest).sum()
-    return clipped.full_tensor() if isinstance(clipped, DTensor) else clipped
+    kinds: dict[tuple, dict[tuple, list[tuple[Tensor, Tensor]]]] = {}
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        kind: tuple = (gradient.device,)
+        if isinstance(gradient, DTensor):
+            kind = (gradient.device_mesh, gradient.placements, gradient.dim() > 1)
+        alike = (gradient.shape, gradient.dtype, parameter.dtype)  # the whole shape: all ranks go in one order
+        kinds.setdefault(kind, {}).setdefault(alike, []).append((parameter, gradient))
+    clipped = [_clip_kind(groups.values(), clip_factor, eps) for groups in kinds.values()]
+    return torch.stack([count.to(clipped[0].device) for count in clipped]).sum() if clipped else torch.tensor(0)
+
+
+@torch.no_grad()
+def _clip_kind(groups: Iterable[list[tuple[Tensor, Tensor]]], clip_factor: float, eps: float) -> Tensor:
+    """Clip groups of weights and gradients, each of one shape and dtype, all of one device or one way of sharding."""
+    stacks = []
+    for group in groups:
+        size = max(1, STACKED // max(1, _local(group[0][1]).numel()))
+        stacks += [group[i : i + size] for i in range(0, len(group), size)]
+    like = stacks[0][0][1]
+    cut, apart = _sharding(like)
+    of_weights = [_unit_norms([_shard(weight, gradient) for weight, gradient in stack]) for stack in stacks]
+    of_gradients = [_unit_norms([_shard(gradient, gradient) for _, gradient in stack]) for stack in stacks]
+    weights, gradients = torch.cat(of_weights), torch.cat(of_gradients)
+    if any(cut):
+        weights, gradients = _sum_over_ranks(torch.stack((weights, gradients)).square(), like, cut).sqrt()
+    largest = weights.clamp(min=eps) * clip_factor
+    clips = gradients > largest
+    factors = torch.where(clips, largest / gradients.clamp(min=1e-6), 1.0)
+    for stack, factor in zip(stacks, factors.split([len(norms) for norms in of_gradients]), strict=True):
+        _multiply([_local(gradient) for _, gradient in stack], factor)
+    return _sum_over_ranks(clips.sum(), like, apart)
+
+
+def _sharding(x: Tensor) -> tuple[list[bool], list[bool]]:
+    """Along which dimensions of its device mesh ranks hold parts of the same units, and along which other units."""
+    axes = [getattr(placement, "dim", None) for placement in x.placements] if isinstance(x, DTensor) else []
+    cut = [axis is not None and (axis > 0 or x.dim() < 2) for axis in axes]
+    return cut, [axis is not None and not c for axis, c in zip(axes, cut, strict=True)]
+
+
+def _sum_over_ranks(x: Tensor, like: Tensor, dimensions: list[bool]) -> Tensor:
+    """Sum over these dimensions of the device mesh of ``like``."""
+    if not isinstance(like, DTensor) or not any(dimensions):
+        return x
+    placements = [Partial() if summed else Replicate() for summed in dimensions]
+    return DTensor.from_local(x, like.device_mesh, placements).full_tensor()
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _shard(x: Tensor, like: Tensor) -> Tensor:
+    """The part of ``x`` on this rank, sharded as ``like`` is, with partial sums summed up."""
+    if not isinstance(x, DTensor) or not isinstance(like, DTensor):
+        return x
+    placements = tuple(Replicate() if p.is_partial() else p for p in like.placements)
+    return _local(x if x.placements == placements else x.redistribute(placements=placements))
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """Tensors of one shape as one of (tensors, units, ...): a view of one, a copy of several."""
+    x = torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+    return x if x.dim() > 2 else x.view(len(tensors), 1, -1)
+
+
+def _unit_norms(tensors: list[Tensor]) -> Tensor:
+    """The norms of all units of tensors of one shape, one after another."""
+    x = _stacked(tensors)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=tuple(range(2, x.dim())), dtype=dtype).float().flatten()
+
+
+def _multiply(tensors: list[Tensor], factors: Tensor) -> None:
+    """Multiply each unit of tensors of one shape by its factor, in place."""
+    x = _stacked(tensors)
+    x.mul_(factors.to(x.dtype).view(*x.shape[:2], *[1] * (x.dim() - 2)))
+    if len(tensors) > 1:
+        torch._foreach_copy_(tensors, [each.view_as(t) for each, t in zip(x, tensors, strict=True)])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -276,9 +349,9 @@ class AdaptiveGradientClipping(Callback):
     def _clip_units(self, parameters: list[torch.nn.Parameter]) -> tuple[int, int]:
         """Clip unit by unit; number of units, and of those that were clipped."""
         chosen = [p for p in parameters if id(p) not in self._ignored]
-        clipped = [clip_unitwise(p, p.grad, self.clip_factor, self.eps) for p in chosen if p.grad is not None]
         units = sum(p.shape[0] if p.dim() > 1 else 1 for p in chosen)
-        return units, int(torch.stack(clipped).sum().item()) if clipped else 0
+        found = [p.grad for p in chosen if p.grad is not None]
+        return units, int(clip_unitwise(chosen, found, self.clip_factor, self.eps))
 
     def _log(
         self,

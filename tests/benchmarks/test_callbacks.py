@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fp4 import ops
@@ -26,15 +25,6 @@ SETTING = bench.Setting(size=Size(width=32, depth=2, heads=2, hidden=64, vocabul
 @pytest.fixture(autouse=True)
 def _kernels_as_they_are(monkeypatch):
     monkeypatch.setattr(timing, "quantiser_backend", lambda: ops.backend(harness.pick_device()))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """The models are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 EVENTS = {

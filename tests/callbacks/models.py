@@ -10,13 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.multiprocessing
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fp4 import convert_to_fp4
+from tests.helpers import run_processes
 
 VOCABULARY = 60
 
@@ -169,7 +169,6 @@ def trainer(directory: Path | str, *, callbacks: list[pl.Callback], **options: A
 
 
 def _entry(rank: int, function: Callable[..., None], directory: str, world_size: int, args: tuple) -> None:
-    torch.set_num_threads(1)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size)
     )
@@ -182,7 +181,7 @@ def run_ranks(function: Callable[..., None], directory: Path, *args: Any, world_
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (directory / "port").write_text(str(free.getsockname()[1]))
-    torch.multiprocessing.spawn(_entry, args=(function, str(directory), world_size, args), nprocs=world_size)
+    run_processes(_entry, function, str(directory), world_size, args, count=world_size)
 
 
 class Elastic(TorchElasticEnvironment):

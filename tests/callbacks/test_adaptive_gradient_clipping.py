@@ -9,11 +9,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fp4.callbacks import AdaptiveGradientClipping
+from lightning_fp4.callbacks import AdaptiveGradientClipping, adaptive_gradient_clipping
 from lightning_fp4.callbacks.adaptive_gradient_clipping import ClippingState, clip_unitwise, next_state
 from lightning_fp4.callbacks.gradients import total_norm
-from tests.callbacks.models import TinyModule, ddp, loader, run_ranks, trainer
+from tests.callbacks.models import GPT, TinyModule, ddp, loader, run_ranks, trainer
 
 
 class Gradients(Callback):
@@ -62,21 +63,92 @@ def test_one_step_of_the_threshold_by_hand():
     assert next_state(state, 0.0, bounds=(1.0, 2.0)).threshold == 1.0
 
 
+def clipped_by_numpy(weight, gradient, clip_factor=0.01, eps=1e-3):
+    """Gradient and number of clipped units of one parameter, in float64."""
+    w, g = weight.double().numpy(), gradient.double().numpy()
+    axes = tuple(range(1, w.ndim)) if w.ndim > 1 else None
+    norm_w = np.sqrt(np.square(w).sum(axis=axes, keepdims=True))
+    norm_g = np.sqrt(np.square(g).sum(axis=axes, keepdims=True))
+    largest = np.maximum(norm_w, eps) * clip_factor
+    return np.where(norm_g > largest, g * largest / np.maximum(norm_g, 1e-6), g), int((norm_g > largest).sum())
+
+
 @pytest.mark.parametrize("shape", [(6, 5), (7,), (), (4, 3, 2)])
 def test_unitwise_clipping_equals_numpy(shape):
     torch.manual_seed(0)
     weight, gradient = torch.randn(shape), torch.randn(shape) * torch.rand(shape) * 0.05
     if len(shape) > 1:
         weight[0], gradient[1], gradient[2] = 0, 0, gradient[2] * 1e-6
-    w, g = weight.numpy().astype(np.float64), gradient.numpy().astype(np.float64)
-    axes = tuple(range(1, w.ndim)) if w.ndim > 1 else None
-    norm_w = np.sqrt(np.square(w).sum(axis=axes, keepdims=True))
-    norm_g = np.sqrt(np.square(g).sum(axis=axes, keepdims=True))
-    largest = np.maximum(norm_w, 1e-3) * 0.01
-    expected = np.where(norm_g > largest, g * largest / np.maximum(norm_g, 1e-6), g)
-    clipped = clip_unitwise(weight, gradient, 0.01, 1e-3)
+    expected, count = clipped_by_numpy(weight, gradient)
+    clipped = clip_unitwise([weight], [gradient], 0.01, 1e-3)
     np.testing.assert_allclose(gradient.numpy(), expected, rtol=1e-5, atol=1e-12)
-    assert clipped == (norm_g > largest).sum()
+    assert clipped == count
+
+
+@pytest.mark.parametrize("stacked", [2**22, 100, 1])
+def test_unitwise_clipping_of_many_parameters_equals_numpy_for_each(stacked, monkeypatch):
+    """Shapes and dtypes mixed, so that stacks of equal ones must not mix up; in whole stacks, in pieces, and alone."""
+    monkeypatch.setattr(adaptive_gradient_clipping, "STACKED", stacked)
+    bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
+    kinds = [(bf16, bf16), (f32, f32), (f32, bf16), (bf16, f32), (f64, f64)]
+    shapes = [(6, 5), (5, 6), (7,), (), (4, 3, 2), (1,), (30,), (3, 0), (0, 3)]
+    pairs = [
+        (torch.randn(shape).to(dtype), (torch.randn(shape) * 0.02).to(gradient_dtype))
+        for _ in range(4)
+        for dtype, gradient_dtype in kinds
+        for shape in shapes
+    ]
+    pairs += [(torch.randn(5, 6).T, torch.randn(5, 6).T * scale) for scale in (0.001, 0.1)]  # not contiguous
+    pairs += [(torch.randn(12)[::2], torch.randn(12)[::2] * scale) for scale in (0.001, 0.1)]
+    weights, gradients = (list(tensors) for tensors in zip(*pairs, strict=True))
+    expected = [clipped_by_numpy(weight, gradient) for weight, gradient in pairs]
+    before = [weight.clone() for weight in weights]
+    count = clip_unitwise(weights, gradients, 0.01, 1e-3)
+    assert count == sum(clipped for _, clipped in expected)
+    assert 0 < count < sum(len(g) if g.dim() > 1 else 1 for g in gradients)
+    for gradient, (values, _) in zip(gradients, expected, strict=True):
+        rounding = 2 * torch.finfo(gradient.dtype).eps  # of the factor and of the product
+        np.testing.assert_allclose(gradient.double().numpy(), values, rtol=max(rounding, 1e-5), atol=1e-12)
+    assert all(map(torch.equal, weights, before))
+    assert clip_unitwise([], [], 0.01, 1e-3) == 0
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that do more than view."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def test_deeper_models_clip_with_as_many_operators():
+    counts = []
+    for depth in (2, 8):
+        weights = [p.detach() for p in GPT(depth=depth).parameters()]
+        with Operators() as operators:
+            clip_unitwise(weights, [torch.randn_like(w) for w in weights], 0.01, 1e-3)
+        counts.append(operators.count - len(weights))  # without those that drew the gradients
+    assert counts[0] == counts[1] < 70
+
+
+def test_clipping_copies_no_more_than_a_few_gradients_at_once(monkeypatch):
+    monkeypatch.setattr(adaptive_gradient_clipping, "STACKED", 300)
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and not function.is_view and "mul_" not in function.name():
+                self.elements = max(self.elements, out.numel())
+            return out
+
+    weights, gradients = ([torch.randn(shape) for shape in [(10, 10)] * 8 + [(50, 50)] * 2] for _ in range(2))
+    with Largest() as largest:
+        clip_unitwise(weights, gradients, 0.01, 1e-3)
+    assert largest.elements == 300
 
 
 def test_total_norm_equals_numpy_for_mixed_dtypes():
@@ -236,7 +308,7 @@ def test_ddp_ranks_agree_when_one_has_a_bad_batch(tmp_path):
 
 def _shard_rank(rank, directory):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
@@ -247,14 +319,39 @@ def _shard_rank(rank, directory):
             weight, gradient = torch.randn(shape), torch.randn(shape)
             sharded = [distribute_tensor(t, mesh, [Shard(dim)]) for t in (weight, gradient)]
             norm = total_norm([sharded[1], gradient])
-            count = clip_unitwise(nn.Parameter(sharded[0]), sharded[1], 0.5, 1e-3)
+            count = clip_unitwise([nn.Parameter(sharded[0])], [sharded[1]], 0.5, 1e-3)
             whole = gradient.clone()
-            expected_count = clip_unitwise(weight, whole, 0.5, 1e-3)
+            expected_count = clip_unitwise([weight], [whole], 0.5, 1e-3)
             result[shape, dim] = (
                 norm.item() / (2**0.5 * gradient.norm().item()),
                 int(count) == int(expected_count),
                 (sharded[1].full_tensor() - whole).abs().max().item(),
             )
+    grid = init_device_mesh("cpu", (1, 2))
+    weights, gradients, whole_weights, whole_gradients = [], [], [], []
+    for shape in [(6, 5), (5, 6), (7,), (1, 9), (6, 5), (7,), ()]:  # all at once, in every way of sharding
+        ways = [(mesh, [Shard(dim)]) for dim in range(len(shape))] + [(mesh, [Replicate()]), (None, None)]
+        if len(shape) > 1:
+            ways += [(grid, [Shard(0), Shard(1)]), (grid, [Replicate(), Shard(0)])]
+        for placed_on, placements in ways:
+            weight, gradient = torch.randn(shape), torch.randn(shape)
+            whole_weights.append(weight)
+            whole_gradients.append(gradient.clone())
+            if placements:
+                weight, gradient = (distribute_tensor(t, placed_on, placements) for t in (weight, gradient))
+            weights.append(weight)
+            gradients.append(gradient)
+        weight, gradient = torch.randn(shape), torch.randn(shape)  # a gradient that is not summed yet
+        whole_weights.append(weight)
+        whole_gradients.append(gradient.clone())
+        weights.append(distribute_tensor(weight, mesh, [Replicate()]))
+        share = gradient * 3 if rank else gradient * -2
+        gradients.append(DTensor.from_local(share, mesh, [Partial()]))
+    count = clip_unitwise(weights, gradients, 0.5, 1e-3)
+    expected_count = clip_unitwise(whole_weights, whole_gradients, 0.5, 1e-3)
+    found = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+    differences = [(a - b).abs().max().item() for a, b in zip(found, whole_gradients, strict=True)]
+    result["all"] = (1.0, int(count) == int(expected_count), max(differences))
     torch.save(result, directory / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 

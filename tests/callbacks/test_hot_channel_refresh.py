@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_fp4 import FP4Precision, HotChannelRefresh, HotChannelUpdates, RecipeSchedule, fabric, get_recipe, matmul
 from lightning_fp4.callbacks.hot_channel_refresh import choose_channels, overlap
 from lightning_fp4.reference import select_channels
-from tests.helpers import fp4_linear_layer
+from tests.helpers import fp4_linear_layer, run_processes
 from tests.trainer_models import Regressor, assert_same_weights, layers_of, messages, plugin, trainer
 
 CHON = get_recipe(
@@ -298,7 +298,6 @@ def _worker(rank, path, port):
             "WORLD_SIZE": "2",
         }
     )
-    torch.set_num_threads(1)
     for with_callback in (True, False):
         _two_ranks(path, with_callback)
     _two_fabric_ranks(path)
@@ -310,7 +309,7 @@ def _worker(rank, path, port):
 def test_two_processes_choose_alike(tmp_path):
     from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-    torch.multiprocessing.spawn(_worker, (str(tmp_path), find_free_network_port()), nprocs=2)
+    run_processes(_worker, str(tmp_path), find_free_network_port())
     for run in (True, False, "fabric"):
         first, second = (torch.load(tmp_path / f"{run}-{rank}.pt") for rank in (0, 1))
         for name, channels in first["channels"].items():

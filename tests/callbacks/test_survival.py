@@ -140,7 +140,7 @@ def test_a_killed_process_resumes_from_the_last_good_checkpoint(tmp_path):
     script.write_text(KILLED)
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path}
     first = subprocess.Popen([*command, "slow"], env=environment, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
     partial = next(line for line in first.stdout if line.startswith("half written")).split()[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -128,10 +129,15 @@ def check_one(
 
 
 def check_patch(
-    x: torch.Tensor, quantizer: Quantizer, channels: torch.Tensor, units: str = "bf16", mean: torch.Tensor | None = None
+    x: torch.Tensor,
+    quantizer: Quantizer,
+    channels: torch.Tensor,
+    units: str = "bf16",
+    mean: torch.Tensor | None = None,
+    choices: Sequence[tuple[str, ...]] = PARTS[:1],
 ) -> None:
-    """A decoded row form with each choice of parts is that of the reference."""
-    for parts in PARTS:
+    """A decoded row form with each of these choices of parts is that of the reference."""
+    for parts in choices:
         patch = Patch(channels=channels.to(x.device), parts=parts)
         check_one(x, quantizer, units=units, mean=mean, patch=patch)
 

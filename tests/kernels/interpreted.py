@@ -7,7 +7,7 @@ from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, Quantizer, kernels,
 from lightning_fp4.kernels import _random
 from lightning_fp4.reference.hadamard import _SIGNS
 from lightning_fp4.tensor import Patch
-from tests.kernels.cases import DTYPES, QUANTIZERS, wide
+from tests.kernels.cases import DTYPES, PARTS, QUANTIZERS, wide
 from tests.kernels.checks import (
     check_both,
     check_decode,
@@ -127,9 +127,10 @@ HOT = torch.tensor([0, 1, 15, 16, 17, 31, 32, 40, 41, 42, 43, 44, 45, 46, 60, 61
 @pytest.mark.parametrize("index", range(0, len(QUANTIZERS), 2), ids=[str(q) for q in QUANTIZERS[::2]])
 def test_patched(index):
     quantizer, units = QUANTIZERS[index], ("bf16", "fp8")[index // 2 % 2]
-    check_patch(wide((33, 70), DTYPES[index % 3]), quantizer, HOT, units)
+    choices = [PARTS[0], PARTS[1 + index // 2 % 3]]
+    check_patch(wide((33, 70), DTYPES[index % 3]), quantizer, HOT, units, choices=choices)
     x = wide((17, 64), DTYPES[(index + 1) % 3])
-    check_patch(x, quantizer, torch.arange(64), units, kernels.token_mean(x))
+    check_patch(x, quantizer, torch.arange(64), units, kernels.token_mean(x), [PARTS[index // 2 % 4]])
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (1, 1), (65, 33)])

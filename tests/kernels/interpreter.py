@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-QUANTISERS = "test_quantize or decoded or sizes or non_finite or ranges"
+QUANTISERS = "test_quantize or decoded or sizes or non_finite or ranges or centred"
 
 
 def run_interpreted(tests: str) -> None:

@@ -56,15 +56,6 @@ SIZES = [(64, 128, 256), (33, 17, 70), (1, 1, 1), (0, 16, 16), (16, 0, 16), (5, 
 STOCHASTIC = Quantizer(rounding="stochastic", scale_rule="unbiased")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Where many processes run these tests, the threads of the reference would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def _group(name):
     """Tests that use the same kernels, which one process compiles for all of them."""
     return pytest.mark.xdist_group(name)

@@ -1,4 +1,4 @@
-"""Quantisers and patches in Triton's interpreter; other kernels are another file, so that two processes share them."""
+"""Quantisers in Triton's interpreter; other kernels are another file, so that two processes share them."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from tests.kernels.interpreter import QUANTISERS, run_interpreted
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # it computes element by element
-def test_quantisers_and_patches_in_the_interpreter():
-    run_interpreted(f"{QUANTISERS} or patched")
+def test_quantisers_in_the_interpreter():
+    run_interpreted(QUANTISERS)
