@@ -74,9 +74,15 @@ def excess_kurtosis(moments: Tensor) -> Tensor:
 
 def _excess(mean: Tensor, variance: Tensor, fourth: Tensor) -> Tensor:
     """Excess kurtosis from the mean, and the means of the squares and fourth powers of the deviations."""
-    # A constant's variance is rounding noise of its mean, not exactly zero.
-    constant = variance <= (torch.finfo(torch.float64).resolution * mean) ** 2
-    return torch.where(constant, torch.nan, fourth / variance**2 - 3)
+    return torch.where(variance <= squares_of_a_constant(mean, 1), torch.nan, fourth / variance**2 - 3)
+
+
+def squares_of_a_constant(mean: Tensor, count: int) -> Tensor:
+    """How large the sum of the squared deviations of ``count`` equal values may be in float64.
+
+    It is rounding noise of their mean, not exactly zero.
+    """
+    return (mean * (torch.finfo(torch.float64).resolution * count**0.5)).square_()
 
 
 def kurtosis(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
@@ -96,9 +102,15 @@ def block_kurtosis(x: Tensor, size: int = 16) -> Tensor:
 
     Rows and columns beyond the last whole block are left out.
     """
+    return kurtosis(whole_blocks(x, size), (-3, -1)).flatten(-2)
+
+
+def whole_blocks(x: Tensor, size: int = 16) -> Tensor:
+    """A view ``[..., block rows, size, block columns, size]`` of the whole blocks of ``x`` ``[..., rows, columns]``."""
     rows, columns = x.shape[-2] // size, x.shape[-1] // size
-    whole = x[..., : rows * size, : columns * size]
-    return kurtosis(whole.unflatten(-1, (columns, size)).unflatten(-3, (rows, size)), (-3, -1)).flatten(-2)
+    if x.shape[-2:] != (rows * size, columns * size):
+        x = x[..., : rows * size, : columns * size]
+    return x.unflatten(-1, (columns, size)).unflatten(-3, (rows, size))
 
 
 def channel_magnitudes(x: Tensor) -> Tensor:

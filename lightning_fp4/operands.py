@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -16,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from lightning_fp4 import metrics, ops
 from lightning_fp4.convert import fp4_layers
 from lightning_fp4.formats import BlockFormat
 from lightning_fp4.linear import FP4Layer
 from lightning_fp4.naming import clean_name, role_of
-from lightning_fp4.quantizer import Quantizer
+from lightning_fp4.quantizer import Quantizer, Rounding
 
 OperandName = Literal["input", "weight", "grad_output"]
 Key = tuple[str, OperandName]
@@ -59,95 +59,170 @@ class OperandStatistics:
 
 
 def sample_rows(x: Tensor, max_rows: int | None) -> Tensor:
-    """At most ``max_rows`` rows of a matrix, and 16 at least, in evenly spaced groups of 16 so that blocks stay whole.
+    """At most ``max_rows`` rows of ``x``, and 16 at least, in evenly spaced groups of 16 so that blocks stay whole.
+
+    Args:
+        x: ``[..., columns]``, not empty.
+        max_rows: of the rows of the matrix ``[rows, columns]`` that it is; ``None`` for all.
 
     Returns:
-        A copy, since the optimizer or an in-place operation may change what a view shows. In float32, which holds the
-        other dtypes exactly, so that all operands of one shape can be measured together.
+        A copy ``[rows, columns]``, since the optimizer or an in-place operation may change what a view shows. In
+        float32, which holds the other dtypes exactly, so that all operands of one shape can be measured together.
     """
-    rows = x
-    if max_rows is not None and x.shape[0] > max(max_rows, _BLOCK_ROWS):
-        wanted = max(1, max_rows // _BLOCK_ROWS)
-        every = x.shape[0] // _BLOCK_ROWS // wanted * _BLOCK_ROWS
-        row, column = x.stride()
-        rows = x.as_strided((wanted, _BLOCK_ROWS, x.shape[1]), (every * row, row, column))
-    copied = rows.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    return copied.view(-1, x.shape[1])
+    columns = x.shape[-1]
+    count = x.numel() // columns
+    if max_rows is None or count <= max(max_rows, _BLOCK_ROWS):
+        copied = x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        return copied if x.dim() == 2 else copied.view(count, columns)
+    if x.dim() != 2 and not x.is_contiguous():
+        x = x.reshape(count, columns)
+    wanted = max(1, max_rows // _BLOCK_ROWS)
+    every = count // _BLOCK_ROWS // wanted * _BLOCK_ROWS
+    row, column = x.stride() if x.dim() == 2 else (columns, 1)
+    rows = x.as_strided((wanted, _BLOCK_ROWS, columns), (every * row, row, column))
+    return rows.to(torch.float32, memory_format=torch.contiguous_format, copy=True).view(-1, columns)
 
 
-def tensor_statistics(x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Statistics of a stack of matrices as they are.
+def tensor_sums(x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """What :func:`tensor_statistics` are computed from, in few operators: on a GPU, those are what a look costs.
 
     Args:
         x: float32 ``[n, rows, columns]``.
         top_k: number of channels to select.
 
     Returns:
-        :data:`TENSOR_STATISTICS`, float64 ``[n, 5]``; and the top channels, int64 ``[n, k]``.
+        float64 ``[n, 9]``: the largest magnitude; the sums of the magnitudes of the top channels and of all; the mean;
+        the sums of the squares and fourth powers of the deviations from it; the sum of the squares of the channels'
+        means; over the 16x16 blocks that are not constant, the sum of the quotients of their fourth powers' sum and
+        their squares' sum squared; and the number of these blocks. Also the top channels, int64 ``[n, k]``.
     """
     magnitudes = x.abs()
-    by_channel = magnitudes.mean(-2)
-    top = by_channel.topk(min(top_k, x.shape[-1]), dim=-1)
-    average = by_channel.mean(-1)
+    amax, by_channel = magnitudes.amax((-2, -1)).double(), magnitudes.sum(-2)
+    del magnitudes
+    top, channels = by_channel.topk(min(top_k, x.shape[-1]), dim=-1)
     exact = x.double()
-    statistics = [
-        magnitudes.amax((-2, -1)),
-        metrics.kurtosis(exact, (-2, -1)),
-        metrics.block_kurtosis(exact).nanmean(-1),
-        top.values.mean(-1) / torch.where(average == 0, 1.0, average),
-        metrics.mean_share(x),
+    means = exact.mean(-2)
+    mean = means.mean(-1)
+    powers = (exact - mean[:, None, None]).square_()
+    squares = powers.sum((-2, -1))
+    fourths = powers.square_().sum((-2, -1))
+    del powers
+    blocks = metrics.whole_blocks(exact)
+    block_means = blocks.mean((-3, -1), keepdim=True)
+    block_powers = blocks.sub_(block_means).square_()
+    block_squares = block_powers.sum((-3, -1), keepdim=True)
+    varied = block_squares > metrics.squares_of_a_constant(block_means, _BLOCK_ROWS**2)
+    quotients = block_powers.square_().sum((-3, -1), keepdim=True).div_(block_squares.square_()).where(varied, 0.0)
+    sums = [
+        amax,
+        top.sum(-1, dtype=torch.float64),
+        by_channel.sum(-1, dtype=torch.float64),
+        mean,
+        squares,
+        fourths,
+        means.square_().sum(-1),
+        quotients.sum((-4, -3, -2, -1)),
+        varied.sum((-4, -3, -2, -1), dtype=torch.float64),
     ]
-    return torch.stack(statistics, dim=-1), top.indices
+    return torch.stack(sums, dim=-1), channels
 
 
-def quantization_statistics(sums: Tensor, shape: tuple[int, int], formats: Sequence[BlockFormat]) -> Tensor:
-    """:data:`QUANTIZATION_STATISTICS` of matrices of one shape: float64 ``[n, 4]``.
+def tensor_statistics(sums: Tensor, shapes: Sequence[tuple[int, int]], top_k: int) -> Tensor:
+    """:data:`TENSOR_STATISTICS` of matrices: float64 ``[n, 5]``.
 
     Args:
-        sums: of ``ops.quantization_sums``, ``[n, 6]``.
-        shape: of the matrices.
+        sums: of :func:`tensor_sums`, ``[n, 9]``, on the CPU.
+        shapes: of the matrices.
+        top_k: number of channels that were to be selected.
+    """
+    amax, top, total, mean, squares, fourths, squared_means, quotients, blocks = sums.unbind(-1)
+    rows, columns = torch.tensor(shapes, dtype=torch.float64).unbind(-1)
+    count = rows * columns
+    energy = squares + count * mean.square()
+    statistics = [
+        amax,
+        metrics.excess_kurtosis(torch.stack([count, mean, squares, torch.zeros_like(mean), fourths], dim=-1)),
+        _BLOCK_ROWS**2 * quotients / blocks - 3,
+        top / columns.clamp(max=top_k) / torch.where(total == 0, 1.0, total / columns),
+        rows * squared_means / torch.where(energy == 0, 1.0, energy),
+    ]
+    return torch.stack(statistics, dim=-1)
+
+
+def quantization_statistics(sums: Tensor, shapes: Sequence[tuple[int, int]], formats: Sequence[BlockFormat]) -> Tensor:
+    """:data:`QUANTIZATION_STATISTICS` of matrices: float64 ``[n, 4]``.
+
+    Args:
+        sums: of ``ops.quantization_sums``, ``[n, 6]``, on the CPU.
+        shapes: of the matrices.
         formats: of each of them.
     """
     signal, noise, nonzero, flushed, saturated, lost = sums.unbind(-1)
-    blocks = torch.tensor([math.prod(-(-a // b) for a, b in zip(shape, f.block, strict=True)) for f in formats])
-    shares = [flushed / nonzero.clamp(min=1), saturated / math.prod(shape), lost / blocks]
+    counts = [
+        (rows * columns, -(-rows // f.block[0]) * -(-columns // f.block[1]))
+        for (rows, columns), f in zip(shapes, formats, strict=True)
+    ]
+    values, blocks = torch.tensor(counts).unbind(-1)
+    shares = [flushed / nonzero.clamp(min=1), saturated / values, lost / blocks]
     return torch.stack([metrics.decibels(signal, noise), *shares], dim=-1)
 
 
+def read_back(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same in float64 on the CPU, in one transfer from each device."""
+    found: dict[int, Tensor] = {}
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        chosen = {i: tensor for i, tensor in enumerate(tensors) if tensor.device == device}
+        together = torch.cat([tensor.flatten().double() for tensor in chosen.values()]).cpu()
+        parts = together.split([tensor.numel() for tensor in chosen.values()])
+        found |= {i: part.view(tensor.shape) for (i, tensor), part in zip(chosen.items(), parts, strict=True)}
+    return [found[i] for i in range(len(tensors))]
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Stack:
-    """Matrices of one shape that were measured together; the results are still on their device.
+class _Matrix:
+    """One matrix that was measured.
 
     Args:
-        keys: what they are; layers may share one.
-        shape: of each.
-        statistics: of :func:`tensor_statistics`, ``None`` if not wanted.
-        channels: of :func:`tensor_statistics`, ``None`` if not wanted.
-        formats: of the first matrices, those that are quantised.
-        sums: of ``ops.quantization_sums`` for the same ones, ``None`` if there are none or they are not wanted.
+        keys: what it is; layers may share one.
+        shape: of it.
+        format: that it was quantised to, ``None`` if it was not.
     """
 
-    keys: list[list[Key]]
+    keys: list[Key]
     shape: tuple[int, int]
-    statistics: Tensor | None
-    channels: Tensor | None
-    formats: list[BlockFormat]
-    sums: Tensor | None
+    format: BlockFormat | None
 
-    def collect(self) -> dict[Key, tuple[dict[str, float], tuple[int, ...]]]:
-        """Values by name and top channels of each of the matrices."""
-        values: list[dict[str, float]] = [{} for _ in self.keys]
-        channels: list[tuple[int, ...]] = [() for _ in self.keys]
-        if self.statistics is not None and self.channels is not None:
-            table = self.statistics.cpu().float().tolist()
+
+class _Measured:
+    """What was measured, in the order of ``matrices``; the results are still on their devices."""
+
+    def __init__(self) -> None:
+        self.matrices: list[_Matrix] = []
+        self.sums: list[Tensor] = []
+        self.channels: list[Tensor] = []
+        self.quantization: list[Tensor] = []
+
+    def collect(self, top_k: int) -> dict[Key, tuple[dict[str, float], tuple[int, ...]]]:
+        """Values by name and top channels of each operand."""
+        values: list[dict[str, float]] = [{} for _ in self.matrices]
+        channels: list[tuple[int, ...]] = [() for _ in self.matrices]
+        read = read_back([*self.sums, *self.channels, *self.quantization])
+        stacks = len(self.sums)
+        if stacks:
+            shapes = [matrix.shape for matrix in self.matrices]
+            table = tensor_statistics(torch.cat(read[:stacks]), shapes, top_k).float().tolist()
             values = [dict(zip(TENSOR_STATISTICS, row, strict=True)) for row in table]
-            channels = [tuple(selected) for selected in self.channels.tolist()]
-        if self.sums is not None:
-            table = quantization_statistics(self.sums.cpu(), self.shape, self.formats).float().tolist()
-            for mine, row in zip(values, table, strict=False):
-                mine.update(zip(QUANTIZATION_STATISTICS, row, strict=True))
-        rows = zip(values, channels, strict=True)
-        return {key: row for same, row in zip(self.keys, rows, strict=True) for key in same}
+            selected = [part.long().tolist() for part in read[stacks : 2 * stacks]]
+            channels = [tuple(row) for part in selected for row in part]
+        if self.quantization:
+            chosen = [(i, m.shape, m.format) for i, m in enumerate(self.matrices) if m.format is not None]
+            indices, shapes, formats = map(list, zip(*chosen, strict=True))
+            sums = torch.cat(read[2 * stacks :])
+            table = quantization_statistics(sums, shapes, formats).float().tolist()
+            for i, row in zip(indices, table, strict=True):
+                values[i].update(zip(QUANTIZATION_STATISTICS, row, strict=True))
+        rows = zip(self.matrices, values, channels, strict=True)
+        return {key: (mine, selected) for matrix, mine, selected in rows for key in matrix.keys}
 
 
 class OperandReader(AbstractContextManager):
@@ -189,18 +264,21 @@ class OperandReader(AbstractContextManager):
         )
         self._scores = AttentionScores(model) if attention else None
         self._pending: dict[tuple, dict[Key, tuple[Tensor, Quantizer | None]]] = defaultdict(dict)
-        self._measured: list[_Stack] = []
+        self._measured = _Measured()
+        self._seeds: dict[torch.device, Tensor] = {}
         self._last_input: tuple[weakref.ref[Tensor], tuple, Tensor] | None = None
+        self._handles: list[RemovableHandle] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> OperandReader:
+        self._pending.clear()
+        self._measured = _Measured()
         if self._scores is not None:  # first, so that its mode is off where layers are read
             self._stack.enter_context(self._scores)
         for name, layer in self.layers.items():
-            before = layer.register_forward_pre_hook(self._pre_hook(name), with_kwargs=True)
-            self._stack.callback(before.remove)
+            self._handles.append(layer.register_forward_pre_hook(self._pre_hook(name), with_kwargs=True))
             if "grad_output" in self.operands:
-                self._stack.callback(layer.register_forward_hook(self._hook(name)).remove)
+                self._handles.append(layer.register_forward_hook(self._hook(name)))
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         return self
 
@@ -209,6 +287,9 @@ class OperandReader(AbstractContextManager):
     ) -> None:
         self._last_input = None
         self._stack.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _pre_hook(self, name: str) -> Callable[..., None]:
         def read(layer: FP4Layer, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -232,9 +313,7 @@ class OperandReader(AbstractContextManager):
             if output.requires_grad:
                 dgrad = layer.fp4_recipe.dgrad
                 quantizer = dgrad.lhs if dgrad else None
-                output.register_hook(
-                    lambda gradient: self._add(name, "grad_output", self._copy(gradient.detach()), quantizer)
-                )
+                output.register_hook(lambda gradient: self._add(name, "grad_output", self._copy(gradient), quantizer))
 
         return watch
 
@@ -247,13 +326,14 @@ class OperandReader(AbstractContextManager):
             source, known_state, copied = self._last_input
             if source() is x and known_state == state:
                 return copied
-        copied = self._copy(x.detach().to(dtype))
+        source_of = x.detach()
+        copied = self._copy(source_of if dtype is x.dtype else source_of.to(dtype))
         self._last_input = (weakref.ref(x), state, copied)
         return copied
 
     def _copy(self, x: Tensor) -> Tensor:
         x = x.to_local() if isinstance(x, DTensor) else x
-        return sample_rows(x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, 0), self.max_rows)
+        return sample_rows(x, self.max_rows) if x.numel() else x.new_empty(0, 0)
 
     def _add(self, name: str, operand: OperandName, matrix: Tensor, quantizer: Quantizer | None) -> None:
         if matrix.numel() == 0:
@@ -272,36 +352,35 @@ class OperandReader(AbstractContextManager):
             keys = [rows[row] for row in sorted(rows)]  # by quantiser, those without one last
             members = [group[same[0]] for same in keys]
             x = torch.stack([matrix for matrix, _ in members])
-            self._measured.append(self._measure(x, keys, [q for _, q in members if q is not None]))
+            self._measure(x, [q for _, q in members if q is not None])
+            for same, (_, quantizer) in zip(keys, members, strict=True):
+                block_format = None if quantizer is None else quantizer.format
+                self._measured.matrices.append(_Matrix(keys=same, shape=(x.shape[1], x.shape[2]), format=block_format))
         self._pending.clear()
 
-    def _measure(self, x: Tensor, keys: list[list[Key]], quantizers: list[Quantizer]) -> _Stack:
+    def _measure(self, x: Tensor, quantizers: list[Quantizer]) -> None:
         """Measure a stack of matrices; ``quantizers`` are those of the first ones, the rest have none."""
-        statistics = channels = sums = None
         if not self.statistics.isdisjoint(TENSOR_STATISTICS):
-            statistics, channels = tensor_statistics(x, self.top_k)
+            sums, channels = tensor_sums(x, self.top_k)
+            self._measured.sums.append(sums)
+            self._measured.channels.append(channels)
         if quantizers and not self.statistics.isdisjoint(QUANTIZATION_STATISTICS):
-            seed = torch.tensor([_SEED_KEY, 0], device=x.device)
             runs = [(quantizer, len(list(run))) for quantizer, run in itertools.groupby(quantizers)]
-            parts = x[: len(quantizers)].split([length for _, length in runs])
-            found = [ops.quantization_sums(part, q, seed=seed) for part, (q, _) in zip(parts, runs, strict=True)]
-            sums = torch.cat(found)
-        return _Stack(
-            keys=keys,
-            shape=(x.shape[1], x.shape[2]),
-            statistics=statistics,
-            channels=channels,
-            formats=[quantizer.format for quantizer in quantizers],
-            sums=sums,
-        )
+            parts = x.split([*(length for _, length in runs), len(x) - len(quantizers)])
+            for part, (quantizer, _) in zip(parts, runs, strict=False):
+                seed = self._seed(x.device) if quantizer.rounding is Rounding.STOCHASTIC else None
+                self._measured.quantization.append(ops.quantization_sums(part, quantizer, seed=seed))
+
+    def _seed(self, device: torch.device) -> Tensor:
+        if device not in self._seeds:
+            self._seeds[device] = torch.tensor([_SEED_KEY, 0], device=device)
+        return self._seeds[device]
 
     def collect(self) -> list[OperandStatistics]:
         """What was measured since the context was entered, in the order of the layers."""
         self._measure_pending()
-        found: dict[Key, tuple[dict[str, float], tuple[int, ...]]] = {}
-        for stack in self._measured:
-            found.update(stack.collect())
-        self._measured.clear()
+        found = self._measured.collect(self.top_k)
+        self._measured = _Measured()
         return [
             OperandStatistics(
                 layer=name,
@@ -337,25 +416,25 @@ class AttentionScores(AbstractContextManager):
         self._mode = _SoftmaxMode(self)
         self._is_on = False
         self._maxima: dict[str, Tensor] = {}
-        self._stack = ExitStack()
+        self._layers = {layer for module in self.modules.values() for layer in fp4_layers(module).values()}
+        self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> AttentionScores:
+        self._maxima.clear()
         for name, module in self.modules.items():
             enter = module.register_forward_pre_hook(lambda _m, _a, name=name: self._enter(name))
-            leave = module.register_forward_hook(lambda _m, _a, _o: self._leave(), always_call=True)
-            self._stack.callback(enter.remove)
-            self._stack.callback(leave.remove)
-        for layer in {layer for module in self.modules.values() for layer in fp4_layers(module).values()}:
-            before = layer.register_forward_pre_hook(lambda _m, _a: self._pause())
-            after = layer.register_forward_hook(lambda _m, _a, _o: self._resume(), always_call=True)
-            self._stack.callback(before.remove)
-            self._stack.callback(after.remove)
+            self._handles += [enter, module.register_forward_hook(lambda *_: self._leave(), always_call=True)]
+        for layer in self._layers:
+            before = layer.register_forward_pre_hook(lambda *_: self._pause())
+            self._handles += [before, layer.register_forward_hook(lambda *_: self._resume(), always_call=True)]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stack.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         self._current.clear()
         self._switch(False)  # if interrupted where hooks are not called
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import lightning.pytorch as pl
 import torch
@@ -18,20 +18,35 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
+def of(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients of an optimizer's parameters."""
+    found = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    return [gradient for gradient in found if gradient is not None]
+
+
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """The 2-norm of all gradients together as a float32 scalar, over the shards of ``DTensor`` too.
 
     Every rank that holds a shard has to call it.
     """
-    kinds: dict[object, list[Tensor]] = {}
+    sharded: dict[object, list[Tensor]] = {}
+    whole: dict[object, list[Tensor]] = {}
     for gradient in gradients:
-        placement = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else gradient.device
-        kinds.setdefault(placement, []).append(gradient)
-    norms = [torch.nn.utils.get_total_norm(tensors) for tensors in kinds.values()]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    if not whole:
+        if isinstance(gradient, DTensor):
+            sharded.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient)
+        else:
+            whole.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    norms = [_norm(torch._foreach_norm(tensors)) for tensors in whole.values()]
+    for tensors in sharded.values():
+        norm = torch.nn.utils.get_total_norm(tensors)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).float())
+    if not norms:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack([norm.float().to(whole[0].device) for norm in whole]))
+    return norms[0] if len(norms) == 1 else _norm([norm.to(norms[0].device) for norm in norms])
+
+
+def _norm(norms: Sequence[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack(list(norms))).float()
 
 
 def drop(optimizer: Optimizer) -> None:

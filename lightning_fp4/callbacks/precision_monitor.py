@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fp4._lightning_compat import accumulates, logger_prefix, logger_step
-from lightning_fp4.convert import fp4_layers
+from lightning_fp4.callbacks.event_file import write_to_tensorboard
 from lightning_fp4.monitoring import PrecisionReport, draw_heat_map, layer_sensitivity
 from lightning_fp4.operands import (
     OPERANDS,
@@ -48,54 +48,6 @@ def channel_overlaps(measured: list[OperandStatistics], before: dict[Key, tuple[
         for s in measured
         if before.get((s.layer, s.operand)) and s.top_channels
     }
-
-
-def bucket_counts(values: Sequence[float], buckets: int = 30) -> tuple[list[float], list[int]]:
-    """A histogram of finite values between the smallest and the largest: ``buckets + 1`` edges, ``buckets`` counts.
-
-    In plain Python, since a few values in each of many histograms are sooner counted than put into tensors.
-    """
-    low, high = min(values), max(values)
-    if low == high:
-        margin = max(1.0, abs(low) * 1e-6)
-        low, high = low - margin, high + margin
-    width = (high - low) / buckets
-    counts = [0] * buckets
-    for value in values:
-        counts[min(int((value - low) / width), buckets - 1)] += 1
-    return [*(low + width * i for i in range(buckets)), high], counts
-
-
-def write_to_tensorboard(
-    writer: Any, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]], step: int, prefix: str = ""
-) -> None:
-    """Write many values as one event: ``add_scalar`` and ``add_histogram`` take milliseconds for each.
-
-    Args:
-        writer: ``torch.utils.tensorboard.SummaryWriter``.
-        scalars: value by tag.
-        histograms: values by tag; those that are not finite are left out.
-        step: of all of them.
-        prefix: put before every tag.
-    """
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
-
-    values = [Summary.Value(tag=prefix + tag, simple_value=value) for tag, value in scalars.items()]
-    for tag, numbers in histograms.items():
-        finite = [number for number in numbers if math.isfinite(number)]
-        if finite:
-            edges, counts = bucket_counts(finite)
-            proto = HistogramProto(
-                min=min(finite),
-                max=max(finite),
-                num=len(finite),
-                sum=sum(finite),
-                sum_squares=sum(number * number for number in finite),
-                bucket_limit=edges,
-                bucket=[0, *counts],
-            )
-            values.append(Summary.Value(tag=prefix + tag, histo=proto))
-    writer.file_writer.add_summary(Summary(value=values), step)
 
 
 class PrecisionMonitor(Callback):
@@ -190,8 +142,8 @@ class PrecisionMonitor(Callback):
         self.history: list[dict[str, dict[str, dict[str, float]]]] = []
         self._top_channels: dict[Key, tuple[int, ...]] = {}
         self._logs = 0
-        self._reader: OperandReader | None = None
-        self._active = False
+        self._prepared: OperandReader | None = None
+        self._reader: OperandReader | None = None  # the same while it reads
 
     # ------------------------------------------------------------------------------------------------------------------
     # Set-up
@@ -210,9 +162,16 @@ class PrecisionMonitor(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look for layers to read."""
-        found = [name for name in fp4_layers(pl_module) if self.layers is None or name in self.layers]
-        self._active = bool(found)
-        if not found:
+        reader = OperandReader(
+            pl_module,
+            names=self.layers,
+            operands=self.operands,
+            max_rows=self.max_rows,
+            top_k=self.top_k,
+            attention=self.attention,
+        )
+        self._prepared = reader if reader.layers else None
+        if self._prepared is None:
             rank_zero_warn(
                 "`PrecisionMonitor` found no FP4 layers to read and logs nothing. Use it with `FP4Precision` or "
                 "`convert_to_fp4`" + ("." if self.layers is None else f", and check `layers={list(self.layers)}`.")
@@ -222,6 +181,7 @@ class PrecisionMonitor(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw the whole history once more."""
         self._close()
+        self._prepared = None
         if self._logs:
             self._draw(trainer)
 
@@ -229,6 +189,7 @@ class PrecisionMonitor(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Take the hooks off."""
         self._close()
+        self._prepared = None
 
     def _close(self) -> None:
         if self._reader is not None:
@@ -253,15 +214,8 @@ class PrecisionMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Put hooks on the layers, on a batch that logs."""
-        if self._active and self.should_log(trainer):
-            self._reader = OperandReader(
-                pl_module,
-                names=self.layers,
-                operands=self.operands,
-                max_rows=self.max_rows,
-                top_k=self.top_k,
-                attention=self.attention,
-            ).__enter__()
+        if self._prepared is not None and self.should_log(trainer):
+            self._reader = self._prepared.__enter__()
 
     @override
     def on_train_batch_end(
@@ -294,37 +248,36 @@ class PrecisionMonitor(Callback):
             for operand, layers in by_operand.items()
         }
         for logger in trainer.loggers:
-            join = logger.group_separator.join
-            values = {self._key(join, name, operand): mean for (name, operand), mean in means.items()}
-            for module, maximum in self.report.attention_maxima.items():
-                values[self._key(join, "attention_max", module)] = maximum
-            by_layer = {
-                self._key(join, name, f"{layer}.{operand}"): value
-                for name, by_operand in (table.items() if self.per_layer else ())
-                for operand, layers in by_operand.items()
-                for layer, value in layers.items()
-            }
+            start = self._start(logger.group_separator)
+            values = {start(name) + operand: mean for (name, operand), mean in means.items()}
+            values |= {start("attention_max") + name: value for name, value in self.report.attention_maxima.items()}
+            if self.per_layer:
+                for name, by_operand in table.items():
+                    head = start(name)
+                    for operand, layers in by_operand.items():
+                        values |= {f"{head}{layer}.{operand}": value for layer, value in layers.items()}
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 histograms = {
-                    self._key(join, "layers", name, operand): list(layers.values())
+                    start("layers", name) + operand: list(layers.values())
                     for name, by_operand in table.items()
                     for operand, layers in by_operand.items()
                 }
-                write_to_tensorboard(
-                    logger.experiment, values | by_layer, histograms, step, prefix=logger_prefix(logger)
-                )
+                write_to_tensorboard(logger.experiment, values, histograms, step, prefix=logger_prefix(logger))
             else:
-                logger.log_metrics(values | by_layer, step=step)
-        trainer.callback_metrics.update(
-            {self._key("/".join, name, operand): torch.tensor(mean) for (name, operand), mean in means.items()}
-        )
+                logger.log_metrics(values, step=step)
+        start = self._start("/")
+        keys = [start(name) + operand for name, operand in means]
+        trainer.callback_metrics.update(zip(keys, torch.tensor(list(means.values())).unbind(), strict=True))
         self._remember(step, table)
         self._logs += 1
         if self.heat_map_every_n_logs is not None and self._logs % self.heat_map_every_n_logs == 0:
             self._draw(trainer)
 
-    def _key(self, join: Callable[[list[str]], str], *parts: str) -> str:
-        return self.log_key_prefix + join(["PrecisionMonitor", *parts])
+    def _start(self, separator: str) -> Callable[..., str]:
+        """A function from the first parts of a key to how the key begins."""
+        return lambda *parts: (
+            self.log_key_prefix + "".join(f"{part}{separator}" for part in ("PrecisionMonitor", *parts))
+        )
 
     def _remember(self, step: int, table: Table) -> None:
         self.steps.append(step)
@@ -345,7 +298,7 @@ class PrecisionMonitor(Callback):
             if columns:
                 for logger in loggers:
                     figure = draw_heat_map(name, self.steps, columns)
-                    tag = logger_prefix(logger) + self._key("/".join, "heat_map", name)
+                    tag = logger_prefix(logger) + self._start("/")("heat_map") + name
                     logger.experiment.add_figure(tag, figure, self.steps[-1])
 
     # ------------------------------------------------------------------------------------------------------------------

@@ -118,7 +118,8 @@ def quantization_sums(x: Tensor, quantizer: Quantizer, *, seed: Tensor | None = 
     if sums.numel():
         amax = None
         if block_format.global_scale is not None:
-            amax = x.abs().amax((1, 2) if block_format.global_scale == "tensor" else 2).float()
+            axes = (1, 2) if block_format.global_scale == "tensor" else 2
+            amax = torch.linalg.vector_norm(x, torch.inf, axes, dtype=torch.float32)
         launch = launcher(
             _sums_kernel, BY=block_format.global_scale or "none", MAX=quantizer.scale_rule.encoded_max,
             R=block_format.block[0], C=block_format.block[1], IS_E8M0=block_format.scale is E8M0,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -14,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_fp4 import FP4Precision
 from lightning_fp4.callbacks import FP4HealthCheck, PrecisionMonitor
-from lightning_fp4.callbacks.precision_monitor import STATISTICS, bucket_counts, channel_overlaps
+from lightning_fp4.callbacks.precision_monitor import STATISTICS, channel_overlaps
 from lightning_fp4.operands import OperandStatistics
 from tests.callbacks.models import TinyModule, loader, trainer
 
@@ -87,23 +86,6 @@ def test_tensorboard_tags_have_the_loggers_prefix(tmp_path):
     found = [tag for kind in ("scalars", "histograms", "images") for tag in tags[kind] if "PrecisionMonitor" in tag]
     assert {"run-PrecisionMonitor/sqnr/input", "run-PrecisionMonitor/heat_map/sqnr"} < set(found)
     assert all(tag.startswith("run-PrecisionMonitor/") for tag in found)
-
-
-@pytest.mark.parametrize("values", [[1.0, 1.5, 4.0, 4.0, 2.25], [3.0], [0.1] * 3, [-2.0, 7.0], [1e30, -1e-30]])
-def test_buckets_are_those_of_numpy(values):
-    edges, counts = bucket_counts(values, 7)
-    bounds = (values[0] - 1, values[0] + 1) if len(set(values)) == 1 else None
-    expected_counts, expected_edges = np.histogram(values, 7, range=bounds)
-    assert counts == expected_counts.tolist()
-    np.testing.assert_allclose(edges, expected_edges, rtol=1e-12)
-
-
-@pytest.mark.parametrize("value", [0.0, 1e30, -1e300])
-def test_a_single_value_of_any_size_has_buckets(value):
-    edges, counts = bucket_counts([value])
-    assert sum(counts) == 1
-    assert edges[0] < value < edges[-1]
-    assert len(edges) == len(counts) + 1 == 31
 
 
 def test_infinities_of_both_signs_are_logged(tmp_path):
