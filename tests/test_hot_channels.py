@@ -93,7 +93,7 @@ def test_the_patch_is_the_sum_of_its_products(mode):
 @pytest.mark.parametrize("mode", ["single", "dual", "high_precision"])
 def test_no_channels_is_the_plain_product(mode):
     x, w = _tensors()
-    plain = _output(x, w, get_recipe("nvfp4", weight_2d=False), None)
+    plain = _output(x, w, get_recipe("nvfp4", weight_2d=False, forward_scale="four_over_six"), None)
     assert same_bits(_output(x, w, chon(mode=mode), torch.zeros(0, dtype=torch.int64)), plain)
     assert same_bits(_output(x, w, chon(mode=mode), None), plain)
 
@@ -129,7 +129,8 @@ def test_hot_channels_help_more_than_others():
 @pytest.mark.parametrize("weight_2d", [True, False])
 def test_backward_does_not_depend_on_the_patch(weight_2d):
     layer = fp4_linear_layer(100, 24, chon(weight_2d=weight_2d))
-    plain = fp4_linear_layer(100, 24, get_recipe("nvfp4", stochastic_rounding=False, weight_2d=weight_2d))
+    options = {"stochastic_rounding": False, "weight_2d": weight_2d, "forward_scale": "four_over_six"}
+    plain = fp4_linear_layer(100, 24, get_recipe("nvfp4", **options))
     x, _ = _tensors()
     grad = torch.randn(37, 24)
     patched, expected = run(layer, x, grad), run(plain, x, grad)
