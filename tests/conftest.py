@@ -8,6 +8,7 @@ import torch
 # Threads of test processes that share cores wait for each other, and spend more time at that than at these small sizes.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # more are processes, which import PyTorch first
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,4 +1,4 @@
-"""The kernels around the quantisers in Triton's interpreter."""
+"""Patches and the kernels around the quantisers in Triton's interpreter."""
 
 import pytest
 
