@@ -19,6 +19,11 @@ def logger_step(trainer: pl.Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def writes_logs(trainer: pl.Trainer) -> bool:
+    """Whether the values logged in the present step go to the loggers."""
+    return trainer._logger_connector.should_update_logs
+
+
 def accumulates(trainer: pl.Trainer) -> bool:
     """Whether the present batch only adds to the gradients, with no optimizer step after it."""
     return trainer.fit_loop._should_accumulate()

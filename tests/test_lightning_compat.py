@@ -53,6 +53,12 @@ def test_accumulates_tells_batches_without_a_step(tmp_path):
     assert probe.seen == [True, True, False, True, True, False, True, False]
 
 
+def test_writes_logs_tells_the_steps_whose_values_reach_the_loggers(tmp_path):
+    probe = Probe(compat.writes_logs)
+    fit(tmp_path, probe, log_every_n_steps=3)
+    assert probe.seen == [False, False, True] * 2 + [False, False]
+
+
 def test_logger_prefix_is_what_the_logger_puts_before_keys(tmp_path):
     for prefix in ("", "run"):
         logger = TensorBoardLogger(tmp_path, version=prefix or "none", prefix=prefix)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fp4._lightning_compat import logger_step, writes_logs
 from lightning_fp4.callbacks import gradients
 from lightning_fp4.naming import clean_name, matches
 
@@ -333,7 +334,7 @@ class AdaptiveGradientClipping(Callback):
         self.states[index] = state
         if self.log_metrics and not trainer.barebones:
             fraction = clipped_units / units if units else state.clipped / max(1, state.steps)
-            self._log(trainer, pl_module, index, state, norm, fraction)
+            self._log(trainer, index, state, norm, fraction)
 
     def _adapted(self, state: ClippingState, norm: float) -> ClippingState:
         return next_state(
@@ -353,20 +354,17 @@ class AdaptiveGradientClipping(Callback):
         found = [p.grad for p in chosen if p.grad is not None]
         return units, int(clip_unitwise(chosen, found, self.clip_factor, self.eps))
 
-    def _log(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        index: int,
-        state: ClippingState,
-        norm: float,
-        fraction: float,
-    ) -> None:
-        values = {"grad_norm": norm, "clipped_fraction": fraction, "skipped_steps": float(state.skipped)}
+    def _log(self, trainer: pl.Trainer, index: int, state: ClippingState, norm: float, fraction: float) -> None:
+        named = {"grad_norm": norm, "clipped_fraction": fraction, "skipped_steps": float(state.skipped)}
         if self.mode == "norm":
-            values["threshold"] = state.threshold
+            named["threshold"] = state.threshold
         suffix = f"/optimizer{index}" if len(trainer.optimizers) > 1 else ""
-        pl_module.log_dict({f"AdaptiveGradientClipping/{name}{suffix}": value for name, value in values.items()})
+        values = {f"AdaptiveGradientClipping/{name}{suffix}": value for name, value in named.items()}
+        # Not `log_dict`, which takes milliseconds.
+        trainer.callback_metrics.update(zip(values, torch.tensor(list(values.values())).unbind(), strict=True))
+        if writes_logs(trainer):
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=logger_step(trainer))
 
     @override
     def state_dict(self) -> dict[str, Any]:

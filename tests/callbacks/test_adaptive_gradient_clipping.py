@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -249,6 +252,25 @@ def test_each_optimizer_has_its_own_threshold(tmp_path):
     assert {i: s.steps for i, s in clip.states.items()} == {0: 2, 1: 2}
     assert clip.states[0].average != clip.states[1].average
     assert "AdaptiveGradientClipping/threshold/optimizer1" in fit.callback_metrics
+
+
+def test_loggers_get_the_steps_that_the_trainer_logs(tmp_path):
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            norm = float(trainer.callback_metrics["AdaptiveGradientClipping/grad_norm"])
+            self.seen = [*getattr(self, "seen", []), norm]
+
+    watch, logger = Watch(), CSVLogger(tmp_path)
+    trainer(
+        tmp_path, callbacks=[AdaptiveGradientClipping(), watch], logger=logger, log_every_n_steps=2, max_steps=5
+    ).fit(TinyModule(), loader(5))
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["AdaptiveGradientClipping/grad_norm"]]
+    assert len(set(watch.seen)) == 5
+    assert {int(row["step"]): float(row["AdaptiveGradientClipping/grad_norm"]) for row in rows} == pytest.approx(
+        {1: watch.seen[1], 3: watch.seen[3]}
+    )
+    assert all(float(row["AdaptiveGradientClipping/threshold"]) > 0 for row in rows)
 
 
 @pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True}])
