@@ -274,10 +274,10 @@ def test_evaluation_before_training_changes_nothing(recipe, first):
 
 
 @pytest.mark.parametrize("entry", ["validate", "predict"])
-def test_default_recipe_without_training_is_nvfp4_with_1x16_weights(entry, recwarn):
+def test_default_recipe_without_training_is_four_over_six_with_1x16_weights(entry, recwarn):
     """No batch has said which channels are hot, and nothing is picked or warned of."""
     options = {"verbose": False} if entry == "validate" else {}
-    plain, model = get_recipe("nvfp4", weight_2d=False), Regressor()
+    plain, model = get_recipe("four_over_six", weight_2d=False), Regressor()
     actual = getattr(trainer(FP4Precision(precision="32-true")), entry)(model, **options)
     expected = getattr(trainer(plugin(plain)), entry)(Regressor(), **options)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
