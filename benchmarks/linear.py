@@ -29,12 +29,12 @@ RECIPES = {
     "nvfp4 four_over_six units=fp8": get_recipe("nvfp4", forward_scale="four_over_six", units="fp8"),
     "nvfp4 units=bf16": get_recipe("nvfp4", units="bf16"),
     "averis units=fp8": get_recipe("averis", units="fp8"),
-    "chon units=fp8": get_recipe("chon", units="fp8", forward_scale="rne"),
-    "chon four_over_six units=fp8": get_recipe("chon", units="fp8", forward_scale="four_over_six"),
-    "chon averis units=fp8": get_recipe("chon", units="fp8", forward_scale="rne", averis=True),
+    "chon rne units=fp8": get_recipe("chon", units="fp8", forward_scale="rne"),
+    "chon units=fp8": get_recipe("chon", units="fp8"),
+    "chon rne averis units=fp8": get_recipe("chon", units="fp8", forward_scale="rne", averis=True),
 }
 #: What these may take, in units of the time of "nvfp4 units=fp8", to which they add.
-TARGETS = {"averis units=fp8": 1.06, "chon units=fp8": 1.25, "chon four_over_six units=fp8": 1.25}
+TARGETS = {"averis units=fp8": 1.06, "chon rne units=fp8": 1.25, "chon units=fp8": 1.25}
 
 
 def layer(in_features: int, out_features: int, recipe: Recipe | None) -> torch.nn.Module:

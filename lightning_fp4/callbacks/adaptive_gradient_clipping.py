@@ -316,8 +316,8 @@ class AdaptiveGradientClipping(Callback):
             return
         index = gradients.index_of(trainer, optimizer)
         state = self.states.get(index, ClippingState(threshold=self.start * self.threshold))
-        norm_on_device = gradients.total_norm(p.grad for p in parameters if p.grad is not None)
-        norm = norm_on_device.item()
+        present = gradients.of(optimizer)
+        norm = gradients.total_norm(present).item()
         units = clipped_units = 0
         if not math.isfinite(norm) and self.skip_nonfinite:
             gradients.drop(optimizer)
@@ -325,7 +325,7 @@ class AdaptiveGradientClipping(Callback):
         elif self.mode == "norm":
             if norm > state.threshold:
                 factor = state.threshold / (norm + 1e-6)
-                torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+                torch._foreach_mul_(present, factor)
             if math.isfinite(norm):
                 state = self._adapted(state, norm)
         else:
