@@ -16,7 +16,17 @@ from lightning_fp4.kernels._launch import Remembered  # noqa: E402
 
 MODULES = {
     name: importlib.import_module(f"lightning_fp4.kernels.{name}")
-    for name in ("amax", "quantize", "dequantize", "finish", "centering", "hot_channels", "seed", "statistics")
+    for name in (
+        "amax",
+        "quantize",
+        "dequantize",
+        "finish",
+        "centering",
+        "hot_channels",
+        "seed",
+        "statistics",
+        "attention",
+    )
 }
 TYPES = {
     torch.float64: "fp64",
@@ -167,6 +177,22 @@ def test_sums(quantizer, architecture, launches, monkeypatch):
     MODULES["statistics"].quantization_sums(torch.zeros(3, 96, 64), quantizer, seed=torch.tensor([1, 2]))
     (launch,) = launches
     assert _compile(launch, architecture).asm["cubin"]
+
+
+@pytest.mark.parametrize("length", [64, 80, 128, 256])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_scores(architecture, length, launches):
+    """As models pass them, ``[batch, tokens, heads, length]`` transposed; in the memory that every architecture has."""
+    is_causal, dtype = length != 80, torch.float16 if length == 128 else torch.bfloat16
+    query, key = (torch.zeros(2, 160, heads, length, dtype=dtype).transpose(1, 2) for heads in (4, 2))
+    MODULES["attention"].pre_softmax_max(query, key, is_causal=is_causal)
+    (launch,) = launches
+    compiled = _compile(launch, architecture)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= 99 * 1024
+    assert "max.NaN.f32" in compiled.asm["ptx"]
+    assert "max.f32" not in compiled.asm["ptx"]  # which drops NaN
+    assert ("wgmma.mma_async" in compiled.asm["ptx"]) is (architecture == 90)
 
 
 @pytest.mark.parametrize("quantizer", [SR, Quantizer(scale_rule="four_over_six")], ids=str)
