@@ -288,6 +288,7 @@ class FP4HealthCheck(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin to read the layers, when it is time."""
+        self._close_reader()  # of a batch that the module chose to skip
         bounded = [name for name, bound in self.layer_bounds.items() if bound is not None]
         if bounded and (self.steps + 1) % self.check_layers_every_n_steps == 0 and not accumulates(trainer):
             self._reader = OperandReader(pl_module, statistics=bounded).__enter__()
@@ -372,6 +373,7 @@ class FP4HealthCheck(Callback):
     ) -> None:
         """After a step: act on trouble, else take and prove snapshots."""
         if not self._stepped:
+            self._close_reader()
             return
         self.steps += 1
         self._look_at_layers(trainer)
