@@ -34,6 +34,7 @@ OVERLAP = "channel_overlap"
 STATISTICS = (*TENSOR_STATISTICS, *QUANTIZATION_STATISTICS, OVERLAP)
 
 _MATPLOTLIB = RequirementCache("matplotlib")
+_TENSORBOARD = RequirementCache("tensorboard")  # without it, `TensorBoardLogger` writes with `tensorboardX`
 _MOST_COLUMNS = 64  # of a heat map; beyond, every second one is dropped
 
 Key = tuple[str, OperandName]
@@ -61,8 +62,8 @@ class PrecisionMonitor(Callback):
 
     Keys are ``PrecisionMonitor/STATISTIC/LAYER.OPERAND``; the mean over all layers,
     ``PrecisionMonitor/STATISTIC/OPERAND``, is a callback metric too, for ``EarlyStopping`` and ``ModelCheckpoint``.
-    TensorBoard also gets histograms over the layers and, with ``matplotlib``, heat maps of layers by time. Steps that
-    do not log cost nothing.
+    TensorBoard (not ``tensorboardX``) also gets histograms over the layers and, with ``matplotlib``, heat maps of
+    layers by time. Steps that do not log cost nothing.
 
     Each rank measures its own share of the data; rank 0 logs.
 
@@ -256,7 +257,7 @@ class PrecisionMonitor(Callback):
                     head = start(name)
                     for operand, layers in by_operand.items():
                         values |= {f"{head}{layer}.{operand}": value for layer, value in layers.items()}
-            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero and _TENSORBOARD:
                 histograms = {
                     start("layers", name) + operand: list(layers.values())
                     for name, by_operand in table.items()
