@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_fp4._lightning_compat import logger_step, writes_logs
 from lightning_fp4.callbacks import gradients
+from lightning_fp4.callbacks.gradients import local
 from lightning_fp4.naming import clean_name, matches
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -115,9 +116,18 @@ def clip_unitwise(parameters: Sequence[Tensor], gradients: Sequence[Tensor], cli
 
     Returns:
         How many units were clipped, an integer scalar: over all ranks if sharded.
+
+    Raises:
+        ValueError: for a sparse gradient.
     """
     kinds: dict[tuple, dict[tuple, list[tuple[Tensor, Tensor]]]] = {}
     for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient.is_sparse:
+            raise ValueError(
+                f"`AdaptiveGradientClipping(mode='unitwise')` cannot clip a sparse gradient, here of shape "
+                f"{tuple(gradient.shape)}. Leave the module that has it out with `ignore_modules`, make its gradient "
+                "dense (`nn.Embedding(sparse=False)`), or use mode='norm'."
+            )
         kind: tuple = (gradient.device,)
         if isinstance(gradient, DTensor):
             kind = (gradient.device_mesh, gradient.placements, gradient.dim() > 1)
@@ -132,7 +142,7 @@ def _clip_kind(groups: Iterable[list[tuple[Tensor, Tensor]]], clip_factor: float
     """Clip groups of weights and gradients, each of one shape and dtype, all of one device or one way of sharding."""
     stacks = []
     for group in groups:
-        size = max(1, STACKED // max(1, _local(group[0][1]).numel()))
+        size = max(1, STACKED // max(1, local(group[0][1]).numel()))
         stacks += [group[i : i + size] for i in range(0, len(group), size)]
     like = stacks[0][0][1]
     cut, apart = _sharding(like)
@@ -145,7 +155,7 @@ def _clip_kind(groups: Iterable[list[tuple[Tensor, Tensor]]], clip_factor: float
     clips = gradients > largest
     factors = torch.where(clips, largest / gradients.clamp(min=1e-6), 1.0)
     for stack, factor in zip(stacks, factors.split([len(norms) for norms in of_gradients]), strict=True):
-        _multiply([_local(gradient) for _, gradient in stack], factor)
+        _multiply([local(gradient) for _, gradient in stack], factor)
     return _sum_over_ranks(clips.sum(), like, apart)
 
 
@@ -164,16 +174,12 @@ def _sum_over_ranks(x: Tensor, like: Tensor, dimensions: list[bool]) -> Tensor:
     return DTensor.from_local(x, like.device_mesh, placements).full_tensor()
 
 
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def _shard(x: Tensor, like: Tensor) -> Tensor:
     """The part of ``x`` on this rank, sharded as ``like`` is, with partial sums summed up."""
     if not isinstance(x, DTensor) or not isinstance(like, DTensor):
         return x
     placements = tuple(Replicate() if p.is_partial() else p for p in like.placements)
-    return _local(x if x.placements == placements else x.redistribute(placements=placements))
+    return local(x if x.placements == placements else x.redistribute(placements=placements))
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
@@ -324,8 +330,7 @@ class AdaptiveGradientClipping(Callback):
             state = dataclasses.replace(state, skipped=state.skipped + 1)
         elif self.mode == "norm":
             if norm > state.threshold:
-                factor = state.threshold / (norm + 1e-6)
-                torch._foreach_mul_(present, factor)
+                gradients.scale(present, state.threshold / (norm + 1e-6))
             if math.isfinite(norm):
                 state = self._adapted(state, norm)
         else:
