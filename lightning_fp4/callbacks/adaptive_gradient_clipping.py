@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_fp4._lightning_compat import logger_step, writes_logs
 from lightning_fp4.callbacks import gradients
 from lightning_fp4.callbacks.gradients import local
+from lightning_fp4.callbacks.logs import log_metrics, set_callback_metrics
 from lightning_fp4.naming import clean_name, matches
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -365,11 +366,9 @@ class AdaptiveGradientClipping(Callback):
             named["threshold"] = state.threshold
         suffix = f"/optimizer{index}" if len(trainer.optimizers) > 1 else ""
         values = {f"AdaptiveGradientClipping/{name}{suffix}": value for name, value in named.items()}
-        # Not `log_dict`, which takes milliseconds.
-        trainer.callback_metrics.update(zip(values, torch.tensor(list(values.values())).unbind(), strict=True))
+        set_callback_metrics(trainer, values)
         if writes_logs(trainer):
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=logger_step(trainer))
+            log_metrics(trainer, values, logger_step(trainer))
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_fp4._lightning_compat import accumulates, logger_prefix, logger_step
 from lightning_fp4.callbacks.event_file import write_to_tensorboard
+from lightning_fp4.callbacks.logs import set_callback_metrics
 from lightning_fp4.monitoring import PrecisionReport, draw_heat_map, layer_sensitivity
 from lightning_fp4.operands import (
     OPERANDS,
@@ -267,8 +268,7 @@ class PrecisionMonitor(Callback):
             else:
                 logger.log_metrics(values, step=step)
         start = self._start("/")
-        keys = [start(name) + operand for name, operand in means]
-        trainer.callback_metrics.update(zip(keys, torch.tensor(list(means.values())).unbind(), strict=True))
+        set_callback_metrics(trainer, {start(name) + operand: mean for (name, operand), mean in means.items()})
         self._remember(step, table)
         self._logs += 1
         if self.heat_map_every_n_logs is not None and self._logs % self.heat_map_every_n_logs == 0:
