@@ -272,6 +272,11 @@ class AdaptiveGradientClipping(Callback):
         for name, value in positive.items():
             if not value > 0:
                 raise ValueError(f"`AdaptiveGradientClipping({name}={value})` must be above 0.")
+        if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
+            raise ValueError(
+                f"`AdaptiveGradientClipping(bounds={bounds})` must be the smallest and the largest threshold, as "
+                "multiples of `threshold`, for example (0.1, 10.0)."
+            )
         if isinstance(ignore_modules, str):
             raise ValueError(
                 f"`AdaptiveGradientClipping(ignore_modules={ignore_modules!r})` must be a collection of names, for "
@@ -293,6 +298,7 @@ class AdaptiveGradientClipping(Callback):
         #: State of each optimizer, by its position.
         self.states: dict[int, ClippingState] = {}
         self._ignored: set[int] = set()
+        self._values: dict[str, float] = {}  # of this batch
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -340,7 +346,16 @@ class AdaptiveGradientClipping(Callback):
         self.states[index] = state
         if self.log_metrics and not trainer.barebones:
             fraction = clipped_units / units if units else state.clipped / max(1, state.steps)
-            self._log(trainer, index, state, norm, fraction)
+            self._show(trainer, index, state, norm, fraction)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log once, however many steps and optimizers the batch had."""
+        if self._values and writes_logs(trainer):
+            log_metrics(trainer, self._values, logger_step(trainer))
+        self._values = {}
 
     def _adapted(self, state: ClippingState, norm: float) -> ClippingState:
         return next_state(
@@ -360,15 +375,14 @@ class AdaptiveGradientClipping(Callback):
         found = [p.grad for p in chosen if p.grad is not None]
         return units, int(clip_unitwise(chosen, found, self.clip_factor, self.eps))
 
-    def _log(self, trainer: pl.Trainer, index: int, state: ClippingState, norm: float, fraction: float) -> None:
+    def _show(self, trainer: pl.Trainer, index: int, state: ClippingState, norm: float, fraction: float) -> None:
         named = {"grad_norm": norm, "clipped_fraction": fraction, "skipped_steps": float(state.skipped)}
         if self.mode == "norm":
             named["threshold"] = state.threshold
         suffix = f"/optimizer{index}" if len(trainer.optimizers) > 1 else ""
         values = {f"AdaptiveGradientClipping/{name}{suffix}": value for name, value in named.items()}
         set_callback_metrics(trainer, values)
-        if writes_logs(trainer):
-            log_metrics(trainer, values, logger_step(trainer))
+        self._values |= values
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class PrecisionMonitor(Callback):
         log_key_prefix: put before every key.
 
     Raises:
-        ValueError: for an unknown statistic or operand.
+        ValueError: for an unknown statistic or operand, or a number below 1.
         MisconfigurationException: if the Trainer has no logger.
 
     Example::
@@ -126,6 +126,12 @@ class PrecisionMonitor(Callback):
         for name, count in {"every_n_steps": every_n_steps, "heat_map_every_n_logs": heat_map_every_n_logs}.items():
             if count is not None and count < 1:
                 raise ValueError(f"`PrecisionMonitor({name}={count})` must be 1 or more, or None.")
+        if top_k < 1:
+            raise ValueError(f"`PrecisionMonitor(top_k={top_k})` must be 1 or more.")
+        if isinstance(layers, str):
+            raise ValueError(
+                f"`PrecisionMonitor(layers={layers!r})` must be a collection of names, for example [{layers!r}]."
+            )
         self.every_n_steps = every_n_steps
         self.statistics = tuple(STATISTICS if statistics is None else statistics)
         self.operands = tuple(operands)

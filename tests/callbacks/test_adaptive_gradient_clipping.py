@@ -314,6 +314,24 @@ def test_loggers_get_the_steps_that_the_trainer_logs(tmp_path):
     assert all(float(row["AdaptiveGradientClipping/threshold"]) > 0 for row in rows)
 
 
+def test_a_batch_of_several_steps_is_one_row(tmp_path):
+    class FourSteps(TwoOptimizers):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            super().training_step(batch, batch_idx)
+
+    logger = CSVLogger(tmp_path)
+    fit = trainer(tmp_path, callbacks=[AdaptiveGradientClipping()], logger=logger, log_every_n_steps=1)
+    fit.fit(FourSteps(manual=True), loader(2))
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["0", "1"]
+    assert all(rows[1][name] for name in rows[1])
+    for index in range(2):
+        name = f"AdaptiveGradientClipping/grad_norm/optimizer{index}"
+        assert float(rows[1][name]) == pytest.approx(float(fit.callback_metrics[name]))
+
+
 @pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True}])
 @pytest.mark.parametrize("mode", ["norm", "unitwise"])
 def test_special_runs(tmp_path, options, mode):
@@ -336,6 +354,8 @@ def test_clipping_twice_warns(tmp_path):
         ({"mode": "row"}, "'norm' or 'unitwise'"),
         ({"threshold": 0}, r"threshold=0\)` must be above 0"),
         ({"target": -1.0}, "target=-1.0"),
+        ({"bounds": (10.0, 0.1)}, r"bounds=\(10.0, 0.1\)\)` must be the smallest and the largest"),
+        ({"bounds": (0.1,)}, "for example"),
         ({"ignore_modules": "lm_head"}, r"for example \['lm_head'\]"),
     ],
 )
