@@ -217,6 +217,11 @@ def plan_conversion(
         raise TypeError(
             f"`ignore_modules={ignore_modules!r}` must be a collection of names, for example [{ignore_modules!r}]."
         )
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(
+            f"`filter_fn={filter_fn!r}` must be a function of a module and its name, for example "
+            '`lambda module, name: "mlp" in name`.'
+        )
     _check_min_features(min_features)
     found = [(clean_name(name), module) for name, module in model.named_modules() if is_linear(module)]
     stacks = find_block_stacks(model)
