@@ -457,8 +457,8 @@ class FP4HealthCheck(Callback):
         if self.action == "warn":
             rank_zero_warn(f"FP4HealthCheck: {_describe(event)}.")
         counts = {"FP4HealthCheck/events": float(self.events), "FP4HealthCheck/rollbacks": float(self.rollbacks)}
-        log_metrics(trainer, counts, event["step"])
         set_callback_metrics(trainer, counts)
+        log_metrics(trainer, counts, event["step"])
         if trainer.is_global_zero:
             path = os.fspath(self.log_path or os.path.join(trainer.default_root_dir, "fp4_health.jsonl"))
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

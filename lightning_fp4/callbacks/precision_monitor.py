@@ -255,6 +255,9 @@ class PrecisionMonitor(Callback):
             for name, by_operand in table.items()
             for operand, layers in by_operand.items()
         }
+        start = self._start("/")
+        # Before TensorBoard gets its values: from then on, operators wait for its thread to let go of the interpreter.
+        set_callback_metrics(trainer, {start(name) + operand: mean for (name, operand), mean in means.items()})
         for logger in trainer.loggers:
             start = self._start(logger.group_separator)
             values = {start(name) + operand: mean for (name, operand), mean in means.items()}
@@ -273,8 +276,6 @@ class PrecisionMonitor(Callback):
                 write_to_tensorboard(logger.experiment, values, histograms, step, prefix=logger_prefix(logger))
             else:
                 logger.log_metrics(values, step=step)
-        start = self._start("/")
-        set_callback_metrics(trainer, {start(name) + operand: mean for (name, operand), mean in means.items()})
         self._remember(step, table)
         self._logs += 1
         if self.heat_map_every_n_logs is not None and self._logs % self.heat_map_every_n_logs == 0:
