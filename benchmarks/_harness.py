@@ -54,6 +54,16 @@ def write_results(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     partial.replace(path)
 
 
+def labelled_recipe(argument: str) -> tuple[str, dict[str, Any]]:
+    """``LABEL=JSON`` of ``--recipe`` in two. The label may hold ``=`` itself, as "chon units=fp8" does.
+
+    Raises:
+        ValueError: if no JSON object follows the label.
+    """
+    label, _, recipe = argument.partition("={")
+    return label, json.loads("{" + recipe)
+
+
 def markdown_table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """Rows as a Markdown table; a missing or ``None`` cell stays empty."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import dataclasses
 import gzip
-import json
 import math
 import statistics
 import sys
@@ -533,7 +532,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--text", nargs="+", type=Path, default=[Path("/usr/share/doc")], help="files or folders of text, .gz too")
     add("--variants", nargs="*", default=["bf16", "nvfp4-rne-2d", "nvfp4-2d"], help=", ".join(VARIANTS))
-    add("--recipe", action="append", default=[], metavar="LABEL=JSON", help="one more variant, a recipe as a dict")
+    add(
+        "--recipe",
+        action="append",
+        type=harness.labelled_recipe,
+        default=[],
+        metavar="LABEL=JSON",
+        help="one more variant, a recipe as a dict",
+    )
     add("--layers", nargs="+", default=["all"], choices=["all", "protected", "recipe"], help="what runs in FP4")
     add("--seeds", nargs="+", type=int, default=[0])
     add("--path", choices=["fake", "real"], default="fake")
@@ -566,11 +572,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def runs_of(options: argparse.Namespace) -> Iterator[tuple[str, str, int, Recipe, float | None]]:
     """``(variant, layers, seed, recipe, finish)`` for every run that was asked for, all of one seed before the next."""
-    known = dict(VARIANTS)
-    for extra in options.recipe:
-        label, _, spec = extra.partition("=")
-        known[label] = json.loads(spec)
-    variants = [*options.variants, *(extra.partition("=")[0] for extra in options.recipe)]
+    extra = dict(options.recipe)
+    known = VARIANTS | extra
+    variants = [*options.variants, *extra]
     for variant in variants:
         if _base_name(variant) not in known:
             raise SystemExit(f"{variant!r} is no known variant. Known: {', '.join(known)}; or use --recipe LABEL=JSON.")

@@ -249,12 +249,8 @@ def measure(row: Row) -> dict[str, Any]:
 
 def rows_of(options: argparse.Namespace) -> Iterator[tuple[str, Row]]:
     """Name of the size and row, each group of one size and mode with its BF16 row first."""
-    known = dict(RECIPES)
-    extra = []
-    for argument in options.recipe:
-        label, _, recipe = argument.partition("=")
-        known[label] = json.loads(recipe)
-        extra.append(label)
+    extra = dict(options.recipe)
+    known = RECIPES | extra
     unknown = [name for name in options.recipes if name not in known]
     if unknown:
         raise SystemExit(f"{unknown[0]!r} is no known recipe. Known: {', '.join(known)}; or use --recipe LABEL=JSON.")
@@ -408,7 +404,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     add("--modes", nargs="+", default=["eager", "compile"], choices=MODES)
     add("--recipes", nargs="*", default=list(RECIPES)[:3], help=f"besides BF16; known: {', '.join(RECIPES)}")
-    add("--recipe", action="append", default=[], metavar="LABEL=JSON", help="one more, a recipe as a dict")
+    add(
+        "--recipe",
+        action="append",
+        type=harness.labelled_recipe,
+        default=[],
+        metavar="LABEL=JSON",
+        help="one more, a recipe as a dict",
+    )
     add("--peer", action=argparse.BooleanOptionalAction, default=True, help="torchao's FP8, if installed")
     add("--batch", type=int, default=4, help="sequences a step")
     add("--length", type=int, default=4096, help="tokens a sequence")

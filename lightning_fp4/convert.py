@@ -35,10 +35,10 @@ BREAK_EVEN_FEATURES = 2048
 """Where FP4 on FP8 units is as fast as BF16: a layer whose smaller side is below this is faster in BF16.
 
 Measured by ``benchmarks/linear.py`` (``benchmarks/results/linear.json``) on an H200: one linear layer, forward and
-backward, 16384 tokens, ``nvfp4`` with ``units="fp8"``. Speed over BF16's: 0.99 for 2048 x 2048, 1.36 for 4096 x 4096,
-1.49 for 4096 x 14336. What FP8 units save grows with the product of both sides, what quantising costs with their sum,
-so smaller layers lose more. Recipes that do more (``chon``: 0.88 for 2048 x 2048) break even later. On BF16 units (0.60
-to 0.87) no size is faster.
+backward, 16384 tokens, ``nvfp4`` with ``units="fp8"``. Speed over BF16's: 1.06 for 2048 x 2048, 1.40 for 4096 x 4096,
+1.53 for 4096 x 14336. What FP8 units save grows with the product of both sides, what quantising costs with their sum,
+so smaller layers lose more. Recipes that do more (``chon``: 0.87 for 2048 x 2048) break even later. On BF16 units (0.61
+to 0.86) no size is faster.
 """
 
 
@@ -216,6 +216,11 @@ def plan_conversion(
     if isinstance(ignore_modules, str):
         raise TypeError(
             f"`ignore_modules={ignore_modules!r}` must be a collection of names, for example [{ignore_modules!r}]."
+        )
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(
+            f"`filter_fn={filter_fn!r}` must be a function of a module and its name, for example "
+            '`lambda module, name: "mlp" in name`.'
         )
     _check_min_features(min_features)
     found = [(clean_name(name), module) for name, module in model.named_modules() if is_linear(module)]

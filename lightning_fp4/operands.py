@@ -225,6 +225,27 @@ class _Measured:
         return {key: (mine, selected) for matrix, mine, selected in rows for key in matrix.keys}
 
 
+class _Eager(AbstractContextManager):
+    """Compiled code runs eagerly while this is open once or more: it may close in any order, PyTorch's own may not."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        if not self._count:
+            self._stance = torch.compiler.set_stance("force_eager")  # from here on
+        self._count += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self._stance.__exit__(None, None, None)
+
+
+_EAGER = _Eager()  # one for all readers, as PyTorch has one stance
+
+
 class OperandReader(AbstractContextManager):
     """While the context is open, every forward and backward pass through the FP4 layers is measured.
 
@@ -279,7 +300,7 @@ class OperandReader(AbstractContextManager):
             self._handles.append(layer.register_forward_pre_hook(self._pre_hook(name), with_kwargs=True))
             if "grad_output" in self.operands:
                 self._handles.append(layer.register_forward_hook(self._hook(name)))
-        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.enter_context(_EAGER)
         return self
 
     def __exit__(

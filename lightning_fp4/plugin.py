@@ -65,9 +65,11 @@ class FP4Plugin:
             "lora_adapters": lora_adapters,
             "min_features": min_features,
         }
-        # Wrong arguments fail here already, not when the job starts.
+        # Wrong arguments fail here already, not when the job starts. The user's function sees the user's model only.
         anything = nn.Linear(16, 16, device="meta", dtype=torch.float32)
-        plan_conversion(anything, self.recipe, **{**self.choice, "filter_fn": None})
+        plan_conversion(
+            anything, self.recipe, **{**self.choice, "filter_fn": None if callable(filter_fn) else filter_fn}
+        )
         self._device: torch.device | None = None
         self._converted: list[tuple[nn.Module, ConversionReport]] = []
         self._shared_hot_channels = False

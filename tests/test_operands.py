@@ -147,6 +147,27 @@ def test_compiled_models_are_read_too():
     assert counter.frame_count == before  # nothing is compiled anew
 
 
+def test_readers_may_close_in_any_order():
+    """As PrecisionMonitor's and FP4HealthCheck's do: the one that opens first closes first."""
+    counter = CompileCounter()
+    compiled = torch.compile(torch.nn.functional.relu, backend=counter)
+
+    def compiles() -> bool:
+        torch._dynamo.reset()
+        before = counter.frame_count
+        compiled(torch.ones(2))
+        return counter.frame_count > before
+
+    model = converted()
+    first, second = OperandReader(model), OperandReader(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not compiles()
+    second.__exit__(None, None, None)
+    assert compiles()
+
+
 def test_autocast_reads_what_is_quantised():
     model, x = converted(), torch.randn(32, 48)
     with torch.autocast("cpu", dtype=torch.bfloat16), OperandReader(model) as reader:

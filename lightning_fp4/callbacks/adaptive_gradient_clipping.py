@@ -19,6 +19,8 @@ from typing_extensions import override
 
 from lightning_fp4._lightning_compat import logger_step, writes_logs
 from lightning_fp4.callbacks import gradients
+from lightning_fp4.callbacks.gradients import local
+from lightning_fp4.callbacks.logs import log_metrics, set_callback_metrics
 from lightning_fp4.naming import clean_name, matches
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -115,9 +117,18 @@ def clip_unitwise(parameters: Sequence[Tensor], gradients: Sequence[Tensor], cli
 
     Returns:
         How many units were clipped, an integer scalar: over all ranks if sharded.
+
+    Raises:
+        ValueError: for a sparse gradient.
     """
     kinds: dict[tuple, dict[tuple, list[tuple[Tensor, Tensor]]]] = {}
     for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient.is_sparse:
+            raise ValueError(
+                f"`AdaptiveGradientClipping(mode='unitwise')` cannot clip a sparse gradient, here of shape "
+                f"{tuple(gradient.shape)}. Leave the module that has it out with `ignore_modules`, make its gradient "
+                "dense (`nn.Embedding(sparse=False)`), or use mode='norm'."
+            )
         kind: tuple = (gradient.device,)
         if isinstance(gradient, DTensor):
             kind = (gradient.device_mesh, gradient.placements, gradient.dim() > 1)
@@ -132,7 +143,7 @@ def _clip_kind(groups: Iterable[list[tuple[Tensor, Tensor]]], clip_factor: float
     """Clip groups of weights and gradients, each of one shape and dtype, all of one device or one way of sharding."""
     stacks = []
     for group in groups:
-        size = max(1, STACKED // max(1, _local(group[0][1]).numel()))
+        size = max(1, STACKED // max(1, local(group[0][1]).numel()))
         stacks += [group[i : i + size] for i in range(0, len(group), size)]
     like = stacks[0][0][1]
     cut, apart = _sharding(like)
@@ -145,7 +156,7 @@ def _clip_kind(groups: Iterable[list[tuple[Tensor, Tensor]]], clip_factor: float
     clips = gradients > largest
     factors = torch.where(clips, largest / gradients.clamp(min=1e-6), 1.0)
     for stack, factor in zip(stacks, factors.split([len(norms) for norms in of_gradients]), strict=True):
-        _multiply([_local(gradient) for _, gradient in stack], factor)
+        _multiply([local(gradient) for _, gradient in stack], factor)
     return _sum_over_ranks(clips.sum(), like, apart)
 
 
@@ -164,16 +175,12 @@ def _sum_over_ranks(x: Tensor, like: Tensor, dimensions: list[bool]) -> Tensor:
     return DTensor.from_local(x, like.device_mesh, placements).full_tensor()
 
 
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def _shard(x: Tensor, like: Tensor) -> Tensor:
     """The part of ``x`` on this rank, sharded as ``like`` is, with partial sums summed up."""
     if not isinstance(x, DTensor) or not isinstance(like, DTensor):
         return x
     placements = tuple(Replicate() if p.is_partial() else p for p in like.placements)
-    return _local(x if x.placements == placements else x.redistribute(placements=placements))
+    return local(x if x.placements == placements else x.redistribute(placements=placements))
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
@@ -265,6 +272,11 @@ class AdaptiveGradientClipping(Callback):
         for name, value in positive.items():
             if not value > 0:
                 raise ValueError(f"`AdaptiveGradientClipping({name}={value})` must be above 0.")
+        if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
+            raise ValueError(
+                f"`AdaptiveGradientClipping(bounds={bounds})` must be the smallest and the largest threshold, as "
+                "multiples of `threshold`, for example (0.1, 10.0)."
+            )
         if isinstance(ignore_modules, str):
             raise ValueError(
                 f"`AdaptiveGradientClipping(ignore_modules={ignore_modules!r})` must be a collection of names, for "
@@ -286,6 +298,7 @@ class AdaptiveGradientClipping(Callback):
         #: State of each optimizer, by its position.
         self.states: dict[int, ClippingState] = {}
         self._ignored: set[int] = set()
+        self._values: dict[str, float] = {}  # of this batch
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -324,8 +337,7 @@ class AdaptiveGradientClipping(Callback):
             state = dataclasses.replace(state, skipped=state.skipped + 1)
         elif self.mode == "norm":
             if norm > state.threshold:
-                factor = state.threshold / (norm + 1e-6)
-                torch._foreach_mul_(present, factor)
+                gradients.scale(present, state.threshold / (norm + 1e-6))
             if math.isfinite(norm):
                 state = self._adapted(state, norm)
         else:
@@ -334,7 +346,16 @@ class AdaptiveGradientClipping(Callback):
         self.states[index] = state
         if self.log_metrics and not trainer.barebones:
             fraction = clipped_units / units if units else state.clipped / max(1, state.steps)
-            self._log(trainer, index, state, norm, fraction)
+            self._show(trainer, index, state, norm, fraction)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log once, however many steps and optimizers the batch had."""
+        if self._values and writes_logs(trainer):
+            log_metrics(trainer, self._values, logger_step(trainer))
+        self._values = {}
 
     def _adapted(self, state: ClippingState, norm: float) -> ClippingState:
         return next_state(
@@ -354,17 +375,14 @@ class AdaptiveGradientClipping(Callback):
         found = [p.grad for p in chosen if p.grad is not None]
         return units, int(clip_unitwise(chosen, found, self.clip_factor, self.eps))
 
-    def _log(self, trainer: pl.Trainer, index: int, state: ClippingState, norm: float, fraction: float) -> None:
+    def _show(self, trainer: pl.Trainer, index: int, state: ClippingState, norm: float, fraction: float) -> None:
         named = {"grad_norm": norm, "clipped_fraction": fraction, "skipped_steps": float(state.skipped)}
         if self.mode == "norm":
             named["threshold"] = state.threshold
         suffix = f"/optimizer{index}" if len(trainer.optimizers) > 1 else ""
         values = {f"AdaptiveGradientClipping/{name}{suffix}": value for name, value in named.items()}
-        # Not `log_dict`, which takes milliseconds.
-        trainer.callback_metrics.update(zip(values, torch.tensor(list(values.values())).unbind(), strict=True))
-        if writes_logs(trainer):
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=logger_step(trainer))
+        set_callback_metrics(trainer, values)
+        self._values |= values
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -53,4 +53,4 @@ def write_to_tensorboard(
             histogram.sum_squares = sum([number * number for number in finite])
             histogram.bucket_limit.extend(edges)
             histogram.bucket.extend([0, *counts])
-    writer.file_writer.add_event(event, step)
+    writer._get_file_writer().add_event(event, step)  # `file_writer` is `None` after `close`, as between two fits

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_fp4._lightning_compat import accumulates, logger_step
 from lightning_fp4.callbacks import gradients
+from lightning_fp4.callbacks.logs import log_metrics, set_callback_metrics
 from lightning_fp4.callbacks.rollback import (
     DiskStore,
     MemoryStore,
@@ -288,6 +289,7 @@ class FP4HealthCheck(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin to read the layers, when it is time."""
+        self._close_reader()  # of a batch that the module chose to skip
         bounded = [name for name, bound in self.layer_bounds.items() if bound is not None]
         if bounded and (self.steps + 1) % self.check_layers_every_n_steps == 0 and not accumulates(trainer):
             self._reader = OperandReader(pl_module, statistics=bounded).__enter__()
@@ -372,6 +374,7 @@ class FP4HealthCheck(Callback):
     ) -> None:
         """After a step: act on trouble, else take and prove snapshots."""
         if not self._stepped:
+            self._close_reader()
             return
         self.steps += 1
         self._look_at_layers(trainer)
@@ -453,10 +456,9 @@ class FP4HealthCheck(Callback):
         rank_zero_info(f"FP4HealthCheck: {_describe(event)}; {event['done']}.")
         if self.action == "warn":
             rank_zero_warn(f"FP4HealthCheck: {_describe(event)}.")
-        metrics = {"FP4HealthCheck/events": self.events, "FP4HealthCheck/rollbacks": self.rollbacks}
-        for logger in trainer.loggers:
-            logger.log_metrics({name: float(value) for name, value in metrics.items()}, step=event["step"])
-        trainer.callback_metrics.update({name: torch.tensor(float(value)) for name, value in metrics.items()})
+        counts = {"FP4HealthCheck/events": float(self.events), "FP4HealthCheck/rollbacks": float(self.rollbacks)}
+        set_callback_metrics(trainer, counts)
+        log_metrics(trainer, counts, event["step"])
         if trainer.is_global_zero:
             path = os.fspath(self.log_path or os.path.join(trainer.default_root_dir, "fp4_health.jsonl"))
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

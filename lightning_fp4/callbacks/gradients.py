@@ -24,22 +24,27 @@ def of(optimizer: Optimizer) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
+def local(x: Tensor) -> Tensor:
+    """The part of ``x`` on this rank: of a ``DTensor`` its shard, of which changes in place are changes of ``x``."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """The 2-norm of all gradients together as a float32 scalar, over the shards of ``DTensor`` too.
 
-    Every rank that holds a shard has to call it.
+    Sums are float32 at least: half precision would overflow, and bfloat16 leave eight bits. Every rank that holds a
+    shard has to call it.
     """
-    sharded: dict[object, list[Tensor]] = {}
-    whole: dict[object, list[Tensor]] = {}
+    kinds: dict[tuple[object, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            sharded.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient)
-        else:
-            whole.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    norms = [_norm(torch._foreach_norm(tensors)) for tensors in whole.values()]
-    for tensors in sharded.values():
-        norm = torch.nn.utils.get_total_norm(tensors)
-        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).float())
+        place = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else gradient.device
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        kinds.setdefault((place, gradient.dtype), []).append(values)
+    norms = [
+        _norm(torch._foreach_norm(tensors, 2, torch.promote_types(dtype, torch.float32)))
+        for (_, dtype), tensors in kinds.items()
+    ]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     if not norms:
         return torch.zeros(())
     return norms[0] if len(norms) == 1 else _norm([norm.to(norms[0].device) for norm in norms])
@@ -47,6 +52,11 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def _norm(norms: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(list(norms))).float()
+
+
+def scale(gradients: Iterable[Tensor], factor: float) -> None:
+    """Multiply gradients in place, by their parts on this rank: PyTorch refuses to mix ``DTensor`` and ``Tensor``."""
+    torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
 
 
 def drop(optimizer: Optimizer) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_fp4 import ops
+from lightning_fp4.callbacks.gradients import local
 from lightning_fp4.convert import fp4_layers
 from lightning_fp4.linear import FP4Layer
 from lightning_fp4.recipes import HotChannels, HotChannelUpdates
@@ -83,9 +84,10 @@ def overlap(before: Tensor, after: Tensor) -> float:
 
 def gradient_variance(layers: Mapping[str, FP4Layer]) -> Tensor | None:
     """Variance of the elements of each weight gradient, averaged over the layers; ``None`` without gradients."""
-    local = [_local_gradient(layer.weight) for layer in layers.values()]
-    gradients = [grad for grad in local if grad is not None and grad.numel() > 0]
-    return torch.stack([grad.float().var(correction=0) for grad in gradients]).mean() if gradients else None
+    weights: list[Any] = [layer.weight for layer in layers.values()]
+    parts = [local(weight.grad) for weight in weights if weight.grad is not None]
+    variances = [part.float().var(correction=0) for part in parts if part.numel() > 0]
+    return torch.stack(variances).mean() if variances else None
 
 
 class HotChannelRefresh(Callback):
@@ -283,9 +285,3 @@ def _channels(layer: nn.Module) -> int:
     """Length of the contraction axis; the ``Conv1D`` of ``transformers`` stores its weight as ``[in, out]``."""
     weight: Any = layer.weight
     return layer.in_features if isinstance(layer, nn.Linear) else weight.shape[0]
-
-
-def _local_gradient(weight: Any) -> Tensor | None:
-    """The gradient, or this rank's part of it."""
-    grad = weight.grad
-    return grad.to_local() if hasattr(grad, "to_local") else grad

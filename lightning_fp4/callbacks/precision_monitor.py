@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_fp4._lightning_compat import accumulates, logger_prefix, logger_step
 from lightning_fp4.callbacks.event_file import write_to_tensorboard
+from lightning_fp4.callbacks.logs import set_callback_metrics
 from lightning_fp4.monitoring import PrecisionReport, draw_heat_map, layer_sensitivity
 from lightning_fp4.operands import (
     OPERANDS,
@@ -34,6 +35,7 @@ OVERLAP = "channel_overlap"
 STATISTICS = (*TENSOR_STATISTICS, *QUANTIZATION_STATISTICS, OVERLAP)
 
 _MATPLOTLIB = RequirementCache("matplotlib")
+_TENSORBOARD = RequirementCache("tensorboard")  # without it, `TensorBoardLogger` writes with `tensorboardX`
 _MOST_COLUMNS = 64  # of a heat map; beyond, every second one is dropped
 
 Key = tuple[str, OperandName]
@@ -61,8 +63,8 @@ class PrecisionMonitor(Callback):
 
     Keys are ``PrecisionMonitor/STATISTIC/LAYER.OPERAND``; the mean over all layers,
     ``PrecisionMonitor/STATISTIC/OPERAND``, is a callback metric too, for ``EarlyStopping`` and ``ModelCheckpoint``.
-    TensorBoard also gets histograms over the layers and, with ``matplotlib``, heat maps of layers by time. Steps that
-    do not log cost nothing.
+    TensorBoard (not ``tensorboardX``) also gets histograms over the layers and, with ``matplotlib``, heat maps of
+    layers by time. Steps that do not log cost nothing.
 
     Each rank measures its own share of the data; rank 0 logs.
 
@@ -81,7 +83,7 @@ class PrecisionMonitor(Callback):
         log_key_prefix: put before every key.
 
     Raises:
-        ValueError: for an unknown statistic or operand.
+        ValueError: for an unknown statistic or operand, or a number below 1.
         MisconfigurationException: if the Trainer has no logger.
 
     Example::
@@ -124,6 +126,12 @@ class PrecisionMonitor(Callback):
         for name, count in {"every_n_steps": every_n_steps, "heat_map_every_n_logs": heat_map_every_n_logs}.items():
             if count is not None and count < 1:
                 raise ValueError(f"`PrecisionMonitor({name}={count})` must be 1 or more, or None.")
+        if top_k < 1:
+            raise ValueError(f"`PrecisionMonitor(top_k={top_k})` must be 1 or more.")
+        if isinstance(layers, str):
+            raise ValueError(
+                f"`PrecisionMonitor(layers={layers!r})` must be a collection of names, for example [{layers!r}]."
+            )
         self.every_n_steps = every_n_steps
         self.statistics = tuple(STATISTICS if statistics is None else statistics)
         self.operands = tuple(operands)
@@ -247,6 +255,9 @@ class PrecisionMonitor(Callback):
             for name, by_operand in table.items()
             for operand, layers in by_operand.items()
         }
+        start = self._start("/")
+        # Before TensorBoard gets its values: from then on, operators wait for its thread to let go of the interpreter.
+        set_callback_metrics(trainer, {start(name) + operand: mean for (name, operand), mean in means.items()})
         for logger in trainer.loggers:
             start = self._start(logger.group_separator)
             values = {start(name) + operand: mean for (name, operand), mean in means.items()}
@@ -256,7 +267,7 @@ class PrecisionMonitor(Callback):
                     head = start(name)
                     for operand, layers in by_operand.items():
                         values |= {f"{head}{layer}.{operand}": value for layer, value in layers.items()}
-            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero and _TENSORBOARD:
                 histograms = {
                     start("layers", name) + operand: list(layers.values())
                     for name, by_operand in table.items()
@@ -265,9 +276,6 @@ class PrecisionMonitor(Callback):
                 write_to_tensorboard(logger.experiment, values, histograms, step, prefix=logger_prefix(logger))
             else:
                 logger.log_metrics(values, step=step)
-        start = self._start("/")
-        keys = [start(name) + operand for name, operand in means]
-        trainer.callback_metrics.update(zip(keys, torch.tensor(list(means.values())).unbind(), strict=True))
         self._remember(step, table)
         self._logs += 1
         if self.heat_map_every_n_logs is not None and self._logs % self.heat_map_every_n_logs == 0:

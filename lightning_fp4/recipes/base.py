@@ -234,7 +234,7 @@ class Recipe:
         object.__setattr__(self, "rules", tuple(self.rules))
         for option in ("first_blocks", "last_blocks"):
             blocks = getattr(self, option)
-            if blocks < 0 or (blocks >= 1 and blocks != int(blocks)):
+            if not isinstance(blocks, (int, float)) or not blocks >= 0 or (blocks >= 1 and blocks % 1 != 0):
                 raise ValueError(
                     f"`Recipe({option}={blocks!r})` must be a count of blocks or a fraction between 0 and 1."
                 )

@@ -109,6 +109,16 @@ def test_rows_begin_with_bf16_and_survive_json():
         list(training.rows_of(training.parse(["--recipes", "nvfp5"])))
 
 
+def test_labels_may_hold_an_equals_sign(capsys):
+    options = training.parse(['--recipe=chon units=bf16={"name": "chon", "units": "bf16"}', "--recipes", "--no-peer"])
+    _, (_, row), *_ = training.rows_of(options)
+    assert (row.variant, row.recipe) == ("chon units=bf16", {"name": "chon", "units": "bf16"})
+    for wrong in ("chon", "a=chon", 'a={"name"'):
+        with pytest.raises(SystemExit):
+            training.parse([f"--recipe={wrong}"])
+        assert f"{wrong!r}" in capsys.readouterr().err
+
+
 def test_the_sizes_are_what_they_are_called():
     assert training.SIZES["1.3B"].parameters == pytest.approx(1.345e9, rel=0.01)
     size = training.TINY

@@ -20,6 +20,9 @@ def test_one_event_holds_all_values(tmp_path):
     writer.add_scalar("after", 2.0, 4)
     writer.close()
     (path,) = tmp_path.iterdir()
+    write_to_tensorboard(writer, {"a": 0.5}, {}, 5)  # opens another file
+    writer.close()
+    assert len(list(tmp_path.iterdir())) == 2
     raw, events = path.read_bytes(), []
     while raw:
         size = int.from_bytes(raw[:8], "little")

@@ -210,6 +210,25 @@ def test_layers_beyond_a_bound(tmp_path):
     assert not any(m._forward_pre_hooks for m in module.modules())
 
 
+def test_batches_without_a_step_leave_no_hooks_behind(tmp_path):
+    class Accumulates(TinyModule):
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.loss(batch))
+            self.hooks = [*getattr(self, "hooks", []), len(self.model.layers[0].mlp.up_proj._forward_pre_hooks)]
+            if batch_idx % 3 == 2:
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 7 else None  # skips the rest of the epoch
+
+    check = FP4HealthCheck("warn", max_saturation=0.9, check_layers_every_n_steps=1)
+    module = Accumulates(recipe="nvfp4", manual=True)
+    trainer(tmp_path, callbacks=[check], max_epochs=2).fit(module, loader(9))
+    assert set(module.hooks) == {1}
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
+
+
 def test_averaged_weights_rewind_with_the_weights(tmp_path):
     average = EMAWeightAveraging(decay=0.5)
     fit = trainer(tmp_path, callbacks=[FP4HealthCheck(), average])

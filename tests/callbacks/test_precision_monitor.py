@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fp4 import FP4Precision
-from lightning_fp4.callbacks import FP4HealthCheck, PrecisionMonitor
+from lightning_fp4.callbacks import FP4HealthCheck, PrecisionMonitor, precision_monitor
 from lightning_fp4.callbacks.precision_monitor import STATISTICS, channel_overlaps
 from lightning_fp4.operands import OperandStatistics
 from tests.callbacks.models import TinyModule, loader, trainer
@@ -86,6 +87,26 @@ def test_tensorboard_tags_have_the_loggers_prefix(tmp_path):
     found = [tag for kind in ("scalars", "histograms", "images") for tag in tags[kind] if "PrecisionMonitor" in tag]
     assert {"run-PrecisionMonitor/sqnr/input", "run-PrecisionMonitor/heat_map/sqnr"} < set(found)
     assert all(tag.startswith("run-PrecisionMonitor/") for tag in found)
+
+
+def test_a_logger_serves_several_fits(tmp_path):
+    """Lightning closes TensorBoard's writer after each."""
+    logger, monitor = TensorBoardLogger(tmp_path), PrecisionMonitor(every_n_steps=1, heat_maps=())
+    fit = trainer(tmp_path, callbacks=[monitor], logger=logger, plugins=plugins())
+    fit.fit(module := TinyModule(), loader(1))
+    fit.fit_loop.max_epochs = 2
+    fit.fit(module, loader(1))
+    assert monitor.steps == [0, 1]
+    assert len([path for path in tmp_path.rglob("events.out.*") if b"PrecisionMonitor" in path.read_bytes()]) == 2
+
+
+def test_without_tensorboard_the_logger_writes_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision_monitor, "_TENSORBOARD", False)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    monitor = PrecisionMonitor(every_n_steps=1, heat_maps=())
+    fit = trainer(tmp_path, callbacks=[monitor], logger=TensorBoardLogger(tmp_path), plugins=plugins(), max_steps=1)
+    fit.fit(TinyModule(), loader(1))
+    assert "PrecisionMonitor/sqnr/input" in events(tmp_path).Tags()["scalars"]
 
 
 def test_infinities_of_both_signs_are_logged(tmp_path):
@@ -197,6 +218,8 @@ def test_without_a_logger_it_says_so(tmp_path):
         ({"statistics": "sqnr"}, "Give a collection"),
         ({"operands": ["output"]}, "'output' is unknown"),
         ({"every_n_steps": 0}, "must be 1 or more"),
+        ({"top_k": 0}, r"top_k=0\)` must be 1 or more"),
+        ({"layers": "mlp.up_proj"}, r"for example \['mlp.up_proj'\]"),
     ],
 )
 def test_errors(options, message):
