@@ -13,6 +13,7 @@ OPERATORS = (
     *("draw_seed", "quantize", "quantize_both", "dequantize", "operand", "multiply", "token_mean"),
     *("subtract_mean", "times_matrix", "add_outer"),
     *("patch_columns", "patch_values", "concatenate", "channel_scores", "select_channels", "quantization_sums"),
+    "tensor_sums",
 )
 QUANTIZERS = [
     Quantizer(),
@@ -59,6 +60,7 @@ def test_opcheck_the_others(device):
     for spec, seed in (("nvfp4_2d/nearest/rne", None), ("mxfp4/stochastic/unbiased", _seed(device))):
         arguments = (torch.randn(3, 17, 40, device=device), spec, seed)
         torch.library.opcheck(operators.quantization_sums.default, arguments)
+    torch.library.opcheck(operators.tensor_sums.default, (torch.randn(3, 17, 40, device=device), 5))
     torch.library.opcheck(operators.draw_seed.default, (_seed(device),))
     plain = torch.randn(17, 40, device=device)
     torch.library.opcheck(operators.token_mean.default, (plain,))
@@ -196,6 +198,7 @@ def _every_operator(x, w):
         ops.gemm(a, b, None, torch.float32),
         ops.dequantize(a),
         ops.quantization_sums(torch.stack([x, 3 * x]), QUANTIZERS[-1], seed=seed),
+        *ops.tensor_sums(torch.stack([x, 3 * x]), 5),
         channels,
         rest,
         outer,

@@ -16,7 +16,10 @@ from lightning_fp4.kernels._launch import Remembered  # noqa: E402
 
 MODULES = {
     name: importlib.import_module(f"lightning_fp4.kernels.{name}")
-    for name in ("amax", "quantize", "dequantize", "finish", "centering", "hot_channels", "seed", "statistics")
+    for name in (
+        *("amax", "quantize", "dequantize", "finish", "centering", "hot_channels", "seed", "statistics"),
+        "moments",
+    )
 }
 TYPES = {
     torch.float64: "fp64",
@@ -167,6 +170,14 @@ def test_sums(quantizer, architecture, launches, monkeypatch):
     MODULES["statistics"].quantization_sums(torch.zeros(3, 96, 64), quantizer, seed=torch.tensor([1, 2]))
     (launch,) = launches
     assert _compile(launch, architecture).asm["cubin"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tensor_sums(architecture, launches):
+    MODULES["moments"].tensor_sums(torch.zeros(3, 96, 64), 16)
+    assert [launch[0].__name__ for launch in launches] == ["_channels_kernel", "_deviations_kernel"]
+    for launch in launches:
+        assert _compile(launch, architecture).asm["cubin"]
 
 
 @pytest.mark.parametrize("quantizer", [SR, Quantizer(scale_rule="four_over_six")], ids=str)
