@@ -303,8 +303,9 @@ class OperandReader(AbstractContextManager):
     def _measure_pending(self) -> None:
         for group in self._pending.values():
             rows: dict[tuple[bool, int, int], list[Key]] = defaultdict(list)
+            order: dict[Quantizer | None, int] = {}  # equal ones get one place
             for key, (matrix, quantizer) in group.items():
-                rows[quantizer is None, id(quantizer), id(matrix)].append(key)
+                rows[quantizer is None, order.setdefault(quantizer, len(order)), id(matrix)].append(key)
             keys = [rows[row] for row in sorted(rows)]  # by quantiser, those without one last
             members = [group[same[0]] for same in keys]
             x = torch.stack([matrix for matrix, _ in members])

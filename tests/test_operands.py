@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import numpy as np
 import pytest
@@ -228,11 +229,16 @@ def test_layers_with_one_input_share_what_was_measured(monkeypatch):
         model(x)
     assert by_key(reader) == expected
     assert stacks == [1]
+    model.k_proj.fp4_recipe = copy.deepcopy(model.k_proj.fp4_recipe)  # an equal one
+    with OperandReader(model, operands=["input"]) as reader:
+        model(x)
+    assert by_key(reader) == expected
+    assert stacks == [1, 1]
     model.k_proj.fp4_recipe = get_recipe("mxfp4")
     with OperandReader(model, operands=["input"]) as reader:
         model(x)
     seen = by_key(reader)
-    assert stacks == [1, 2]
+    assert stacks == [1, 1, 2]
     assert seen["q_proj", "input"] == expected["q_proj", "input"]
     assert seen["v_proj", "input"] == expected["v_proj", "input"]
     assert seen["k_proj", "input"].values["sqnr"] != seen["q_proj", "input"].values["sqnr"]
@@ -285,7 +291,7 @@ def test_a_layer_more_costs_hardly_an_operator_more_than_its_copies():
     few, many = (operators_of_a_look(depth) for depth in (4, 12))
     per_operand = (many - few) / (3 * 8)
     assert per_operand <= 1.5  # a copy; detach, unless it is a gradient; less what sharing saves
-    assert few - 4 * 3 * per_operand < 115  # a third of them on the CPU, in the end
+    assert few - 4 * 3 * per_operand < 75  # half of them on the CPU, in the end
     assert operators_of_a_look(4, statistics=["saturation"]) < few / 2
 
 

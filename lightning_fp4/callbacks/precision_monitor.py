@@ -247,6 +247,10 @@ class PrecisionMonitor(Callback):
             for name, by_operand in table.items()
             for operand, layers in by_operand.items()
         }
+        start = self._start("/")
+        keys = [start(name) + operand for name, operand in means]
+        # Before TensorBoard gets its values: from then on, operators wait for its thread to let go of the interpreter.
+        trainer.callback_metrics.update(zip(keys, torch.tensor(list(means.values())).unbind(), strict=True))
         for logger in trainer.loggers:
             start = self._start(logger.group_separator)
             values = {start(name) + operand: mean for (name, operand), mean in means.items()}
@@ -265,9 +269,6 @@ class PrecisionMonitor(Callback):
                 write_to_tensorboard(logger.experiment, values, histograms, step, prefix=logger_prefix(logger))
             else:
                 logger.log_metrics(values, step=step)
-        start = self._start("/")
-        keys = [start(name) + operand for name, operand in means]
-        trainer.callback_metrics.update(zip(keys, torch.tensor(list(means.values())).unbind(), strict=True))
         self._remember(step, table)
         self._logs += 1
         if self.heat_map_every_n_logs is not None and self._logs % self.heat_map_every_n_logs == 0:
