@@ -294,6 +294,8 @@ class OperandReader(AbstractContextManager):
     def _add(self, name: str, operand: OperandName, matrix: Tensor, quantizer: Quantizer | None) -> None:
         if matrix.numel() == 0:
             return
+        for waiting in self._pending.values():
+            waiting.pop((name, operand), None)  # an earlier pass, maybe of another shape
         group = self._pending[matrix.shape, matrix.device]
         group[name, operand] = (matrix, quantizer)
         if len(group) * matrix.numel() > _MOST_PENDING:
@@ -301,7 +303,7 @@ class OperandReader(AbstractContextManager):
 
     @torch.no_grad()
     def _measure_pending(self) -> None:
-        for group in self._pending.values():
+        for group in filter(None, self._pending.values()):
             rows: dict[tuple[bool, int, int], list[Key]] = defaultdict(list)
             order: dict[Quantizer | None, int] = {}  # equal ones get one place
             for key, (matrix, quantizer) in group.items():

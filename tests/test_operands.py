@@ -261,6 +261,15 @@ def test_values_depend_on_no_other_layer():
     assert found[0]["down_proj", "grad_output"].values["sqnr"] > 5
 
 
+def test_the_last_pass_counts():
+    """Also where its shape is that of an earlier one, with another between."""
+    model = converted()
+    with OperandReader(model, operands=["input"]) as reader:
+        for rows, scale in ((32, 1.0), (48, 2.0), (32, 3.0)):
+            model(torch.full((rows, 48), scale))
+    assert by_key(reader)["up_proj", "input"].values["amax"] == 3
+
+
 class _Count(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
