@@ -2,9 +2,10 @@
 
     PYTHONPATH=. python benchmarks/callbacks.py                 # a GPU, two minutes; appends to results/callbacks.json
     PYTHONPATH=. python benchmarks/callbacks.py --tiny          # the same path at toy size, any machine
-    python benchmarks/callbacks.py --report --insert README.md  # the table from the results so far
-    # The same for a model that keeps a GPU busy, in a file of its own:
-    PYTHONPATH=. python benchmarks/callbacks.py --width 2048 --depth 8 --batch 4 --length 4096 --results large.json
+    # The same for a model that keeps a GPU busy, and for that model compiled:
+    PYTHONPATH=. python benchmarks/callbacks.py --width 2048 --depth 8 --batch 4 --length 4096 --seconds 300
+    PYTHONPATH=. python benchmarks/callbacks.py --width 2048 --depth 8 --batch 4 --length 4096 --seconds 400 --compile
+    python benchmarks/callbacks.py --report --insert README.md  # a table for each of these from the results so far
 
 Two measurements, since what happens at every step and what happens once in a while need different ones:
 
@@ -14,9 +15,9 @@ Two measurements, since what happens at every step and what happens once in a wh
   step, each such step is timed against the one after it, with waits at both ends. So copies that would overlap with the
   next step count in full. The difference is divided by the default interval times the time of the ordinary step.
 
-The model is small and nothing is compiled, so the host's launches decide the time of a step and nothing that a callback
-does on the host hides behind the GPU. Shares are shares of that step, which the table gives beside them: a larger model
-pays less. Medians, and intervals of 95 % confidence for them.
+By default the model is small and nothing is compiled, so the host's launches decide the time of a step and nothing that
+a callback does on the host hides behind the GPU. Shares are shares of that step, which the table gives beside them.
+Medians, and intervals of 95 % confidence for them.
 
 A callback that fails is recorded as failed and costs no other its result; the command then ends with an error.
 """
@@ -166,17 +167,22 @@ class Setting:
         size: of the model.
         batch: sequences in a step.
         length: tokens in a sequence.
+        compiled: the model within the LightningModule, by ``torch.compile``.
     """
 
     size: Size
     batch: int
     length: int
+    compiled: bool = False
 
     def fit(self, recipe: str, callbacks: Sequence[Callback], steps: int) -> None:
         """Train for ``steps``, or until a callback stops it, logging to TensorBoard."""
         torch.manual_seed(0)
         with harness.pick_device():
-            model = Llama(self.size)
+            model: Any = Llama(self.size)
+        if self.compiled:
+            torch.compiler.reset()  # or code that was compiled for many models is at last not compiled for this one
+            model = torch.compile(model)
         plugin = FP4Precision(recipe)
         data = Batches(vocabulary=self.size.vocabulary, batch=self.batch, length=self.length, steps=steps)
         with tempfile.TemporaryDirectory() as directory:
@@ -371,10 +377,11 @@ def measure_all(options: argparse.Namespace) -> list[str]:
     width, depth, vocabulary = (64, 2, 256) if options.tiny else (options.width, options.depth, 8192)
     size = Size(width=width, depth=depth, heads=width // 64 or 1, hidden=width * 3, vocabulary=vocabulary)
     batch, length = (2, 32) if options.tiny else (options.batch, options.length)
-    setting = Setting(size=size, batch=batch, length=length)
+    setting = Setting(size=size, batch=batch, length=length, compiled=options.compile)
     common = {
         "run": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "setting": f"{depth} blocks, width {width}, batches of {batch} x {length} tokens",
+        "compiled": setting.compiled,
         "quantiser": timing.quantiser_backend(),
         "environment": timing.environment(),
     }
@@ -462,22 +469,24 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_report(results: Path) -> str:
-    """The Markdown table of the newest results in the setting of the last run, and on its device, and what they are."""
+    """For each setting on the device of the last run, what it is and the Markdown table of its newest results."""
     records = harness.load_results(results)
     if not records:
         return "Not measured yet.\n"
-
-    def where(record: dict[str, Any]) -> tuple[str, ...]:
-        return record["setting"], record["quantiser"], record["environment"]["device"]
-
-    last = records[-1]
-    records = [record for record in records if where(record) == where(last)]
-    versions = last["environment"]
-    head = (
-        f"{versions['device']}, torch {versions['torch']}, lightning {versions.get('lightning')}; {last['setting']}, "
-        f"nothing compiled, {last['quantiser']} quantiser\n\n"
-    )
-    return head + harness.markdown_table(summarize(records), _COLUMNS)
+    settings: dict[tuple, list[dict[str, Any]]] = {}
+    for record in records:
+        if record["environment"]["device"] == records[-1]["environment"]["device"]:
+            key = record["setting"], record.get("compiled", False), record["quantiser"]
+            settings.setdefault(key, []).append(record)
+    tables = []
+    for (setting, compiled, quantiser), chosen in settings.items():
+        where = chosen[-1]["environment"]
+        tables.append(
+            f"{where['device']}, torch {where['torch']}, lightning {where.get('lightning')}; {setting}, "
+            f"{'compiled' if compiled else 'nothing compiled'}, {quantiser} quantiser\n\n"
+            + harness.markdown_table(summarize(chosen), _COLUMNS)
+        )
+    return "\n".join(tables)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -489,13 +498,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--depth", type=int, default=4, help="blocks, the last of which stays in high precision")
     add("--batch", type=int, default=8, help="sequences a step")
     add("--length", type=int, default=512, help="tokens a sequence")
+    add("--compile", action="store_true", help="the model, by torch.compile")
     add("--pairs", type=int, default=15, help="special steps to time")
     add("--segment", type=int, default=8, help="steps of a segment")
     add("--seconds", type=float, default=120, help="of the whole command, about")
     add("--tiny", action="store_true", help="toy size, to try the path; the results go to the temporary directory")
     add("--results", type=Path, default=None, help="results/callbacks.json if not given")
-    add("--report", action="store_true", help="only print the table of the results")
-    add("--insert", type=Path, default=None, help="with --report: put the table between this file's callbacks marks")
+    add("--report", action="store_true", help="only print the tables of the results")
+    add("--insert", type=Path, default=None, help="with --report: put the tables between this file's callbacks marks")
     options = parser.parse_args(arguments)
     if options.results is None:
         name = "lightning_fp4_tiny_callbacks.json" if options.tiny else "callbacks.json"

@@ -388,7 +388,8 @@ def write_report(results: Path) -> str:
     where = last["environment"]
     head = (
         f"{where['device']}, torch {where['torch']}, lightning {where.get('lightning')}; batches of {last['batch']} x "
-        f"{last['length']} tokens, median of {last['steps']} steps after {last['warmup']}\n\n"
+        f"{last['length']} tokens, median of {last['steps']} steps after {last['warmup']}; ratios are those within one "
+        "run\n\n"
     )
     done = {(*_group(record), record["variant"]) for record in records if "error" not in record}
     failed = {

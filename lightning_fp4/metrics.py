@@ -19,11 +19,10 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fp4.reference import dequantize
+from lightning_fp4.reference import pre_softmax_max as pre_softmax_max
 from lightning_fp4.reference.moments import squares_of_a_constant, whole_blocks
 from lightning_fp4.reference.statistics import flushed_to_zero, saturated, signal_and_noise, zero_scale_blocks
 from lightning_fp4.tensor import FP4Tensor
-
-_MOST_SCORES = 2**26  # of attention, held at a time
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Statistics of a tensor
@@ -380,36 +379,6 @@ class ChannelOverlap(_Ratio):
         """Forget everything, the last selection too."""
         super().reset()
         self._previous = None
-
-
-def pre_softmax_max(query: Tensor, key: Tensor, *, scale: float | None = None, is_causal: bool = False) -> Tensor:
-    """The largest score ``scale * query @ key.T`` that attention's softmax sees, as a scalar.
-
-    Some heads are multiplied at a time, to keep the scores small. Masks other than the causal one are not applied.
-
-    Args:
-        query: ``[batch..., heads, T, D]``.
-        key: ``[batch..., kv_heads, S, D]``; fewer heads than ``query`` are repeated, as grouped-query attention does.
-        scale: ``D ** -0.5`` if not given.
-        is_causal: leave out keys after the query.
-    """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    groups = query.shape[-3] // key.shape[-3] if query.dim() > 2 else 1
-    if groups > 1:
-        key = key.repeat_interleave(groups, dim=-3)
-    if query.shape[:-2] != key.shape[:-2]:
-        batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
-        query, key = (x.expand(*batch, *x.shape[-2:]) for x in (query, key))
-    queries, keys = (x.reshape(-1, *x.shape[-2:]) for x in (query, key))
-    heads = max(1, _MOST_SCORES // max(1, queries.shape[-2] * keys.shape[-2]))
-    future = None
-    if is_causal:
-        future = torch.ones(queries.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).triu(1)
-    largest = []
-    for q, k in zip(queries.split(heads), keys.split(heads), strict=True):
-        scores = q @ k.transpose(-1, -2)
-        largest.append((scores if future is None else scores.masked_fill_(future, -torch.inf)).amax())
-    return (largest[0] if len(largest) == 1 else torch.stack(largest).amax()).float() * scale
 
 
 def relative_error(sqnr_input: float, sqnr_weight: float) -> float:

@@ -449,9 +449,7 @@ class _SoftmaxMode(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
             is_causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
-            self.scores.note(
-                lambda: metrics.pre_softmax_max(query, key, scale=kwargs.get("scale"), is_causal=is_causal)
-            )
+            self.scores.note(lambda: ops.pre_softmax_max(query, key, scale=kwargs.get("scale"), is_causal=is_causal))
         elif func in self._SOFTMAX:
             scores = args[0] if args else kwargs["input"]
             if scores.dim() >= 3:

@@ -290,6 +290,27 @@ def tensor_sums(x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return _tensor_sums(x, top_k)
 
 
+def pre_softmax_max(query: Tensor, key: Tensor, *, scale: float | None = None, is_causal: bool = False) -> Tensor:
+    """The largest score ``scale * query @ key.T`` that attention's softmax sees, as a float32 scalar.
+
+    On a GPU, scores of bfloat16 and float16 heads of up to 256 values are float32 sums that nobody writes; others are
+    products in the dtype of their operands, which is that of autocast, if on.
+
+    Args:
+        query: ``[batch..., heads, T, D]``, or one head ``[T, D]``.
+        key: ``[batch..., kv_heads, S, D]``; fewer heads than ``query`` are repeated, as grouped-query attention does.
+        scale: ``D ** -0.5`` if not given.
+        is_causal: leave out keys after the query, both counted from the first.
+    """
+    device_type = query.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        query, key = (x if x.dtype is torch.float64 else x.to(dtype) for x in (query, key))
+    if type(query) in _PLAIN and type(key) in _PLAIN:
+        return _pre_softmax_max(query, key, scale, is_causal)
+    return reference.pre_softmax_max(query, key, scale=scale, is_causal=is_causal)  # what a DTensor understands
+
+
 def token_mean(x: Tensor) -> Tensor:
     """The mean over the rows of ``x`` ``[tokens, features]``: float32 ``[1, features]``; zero without tokens."""
     return _token_mean(x)
@@ -836,6 +857,18 @@ def _tensor_sums(x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 def _(x, top_k):  # type: ignore[no-untyped-def]
     sums = x.new_empty((x.shape[0], len(reference.TENSOR_SUMS)), dtype=torch.float64)
     return sums, x.new_empty((x.shape[0], min(top_k, x.shape[2])), dtype=torch.int64)
+
+
+@_operator("pre_softmax_max")
+def _pre_softmax_max(query: Tensor, key: Tensor, scale: Optional[float], is_causal: bool) -> Tensor:
+    kernels = _kernels(query)
+    chosen = reference if kernels is None or not kernels.reads_heads(query, key) else kernels
+    return chosen.pre_softmax_max(query, key, scale=scale, is_causal=is_causal)
+
+
+@_pre_softmax_max.register_fake
+def _(query, key, scale, is_causal):  # type: ignore[no-untyped-def]
+    return query.new_empty((), dtype=torch.float32)
 
 
 def _decoded(quantized: FP4Tensor, units: Units) -> FP4Operand:

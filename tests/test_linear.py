@@ -893,6 +893,22 @@ def test_random_state_follows_the_input(device):
     assert layer.fp4_rng_state.tolist() == [key[0], 1]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("name", ["nvfp4", "averis", "chon", "mxfp4"])
+def test_a_gpu_that_is_not_the_current_one(name):
+    recipe = without_blocks(get_recipe(name))
+    results = []
+    for place in ("cuda:0", "cuda:1"):
+        layer = fp4_linear_layer(96, 80, recipe, device=place, dtype=torch.bfloat16)
+        x = torch.randn(70, 96, generator=torch.Generator().manual_seed(1)).to(place, torch.bfloat16)
+        results.append([run(layer, x) for _ in range(3)])  # plans are made, then used
+        assert torch.cuda.current_device() == 0
+    for first, second in zip(*results, strict=True):
+        assert all(value.device.index == 1 for value in second.values())
+        assert_same_run({key: value.to("cuda:0") for key, value in second.items()}, first)
+
+
 def test_meta_device_forward_has_shapes():
     layer = fp4_linear_layer(64, 32, SR).to("meta")
     assert layer(torch.empty(2, 3, 64, device="meta")).shape == (2, 3, 32)

@@ -13,7 +13,7 @@ import torch.distributed
 from lightning_fp4 import metrics
 from lightning_fp4.formats import E2M1_VALUES, MXFP4, NVFP4, NVFP4_2D
 from lightning_fp4.quantizer import Quantizer, ScaleRule
-from lightning_fp4.reference import dequantize, quantize
+from lightning_fp4.reference import attention, dequantize, quantize
 from lightning_fp4.reference.packing import unpack
 from tests.helpers import run_processes
 
@@ -254,17 +254,35 @@ def test_functions_take_leading_axes():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_pre_softmax_max_equals_numpy(is_causal, kv_heads):
-    torch.manual_seed(0)
-    query, key = torch.randn(3, 4, 5, 8), torch.randn(3, kv_heads, 5, 8)
-    largest = -np.inf
-    for b in range(3):
-        for h in range(4):
-            scores = query[b, h].numpy() @ key[b, h * kv_heads // 4].numpy().T / np.sqrt(8)
-            if is_causal:
-                scores = scores[np.tril_indices(5)]
-            largest = max(largest, scores.max())
-    np.testing.assert_allclose(metrics.pre_softmax_max(query, key, is_causal=is_causal), largest, rtol=1e-5)
+@pytest.mark.parametrize("keys", [1, 3, 5, 9])
+@pytest.mark.parametrize("rows", [1, 2, 1024])
+def test_pre_softmax_max_equals_numpy(is_causal, kv_heads, keys, rows, monkeypatch):
+    monkeypatch.setattr(attention, "_CAUSAL_QUERIES", rows)
+    for seed in range(5):  # the largest is in another place each time
+        torch.manual_seed(seed)
+        query, key = torch.randn(3, 4, 5, 8), torch.randn(3, kv_heads, keys, 8)
+        largest = -np.inf
+        for b in range(3):
+            for h in range(4):
+                scores = query[b, h].numpy() @ key[b, h * kv_heads // 4].numpy().T / np.sqrt(8)
+                if is_causal:
+                    scores = scores[np.tril_indices(5, m=keys)]
+                largest = max(largest, scores.max())
+        np.testing.assert_allclose(metrics.pre_softmax_max(query, key, is_causal=is_causal), largest, rtol=1e-5)
+
+
+def test_pre_softmax_max_of_what_is_not_finite():
+    query, key = torch.ones(2, 4, 8), torch.ones(2, 4, 8)
+    key[1, 2, 3] = torch.inf
+    assert metrics.pre_softmax_max(query, key) == torch.inf
+    assert metrics.pre_softmax_max(query, key, scale=-0.5) == -torch.inf
+    key[1, 3, 3] = torch.nan
+    assert metrics.pre_softmax_max(query, key).isnan()
+    assert metrics.pre_softmax_max(query[:, :3], key, is_causal=True) == torch.inf  # nobody sees the last key
+    with pytest.raises(RuntimeError, match="0 elements"):
+        metrics.pre_softmax_max(query[:, :0], key)
+    with pytest.raises(RuntimeError, match="0 elements"):
+        metrics.pre_softmax_max(query[:, :0], key, is_causal=True)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -273,7 +291,7 @@ def test_pre_softmax_max_a_few_heads_at_a_time(is_causal, monkeypatch):
     query, key = torch.randn(3, 4, 5, 8), torch.randn(1, 2, 6, 8)  # one batch entry for all
     expected = metrics.pre_softmax_max(query, key.expand(3, -1, -1, -1), is_causal=is_causal)
     sizes = []
-    monkeypatch.setattr(metrics, "_MOST_SCORES", 5 * 6 * 5)
+    monkeypatch.setattr(attention, "_MOST_SCORES", 5 * 6 * 5)
     matmul = torch.Tensor.__matmul__
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda q, k: (sizes.append(len(q)), matmul(q, k))[1])
     assert metrics.pre_softmax_max(query, key, is_causal=is_causal) == pytest.approx(expected)

@@ -414,3 +414,17 @@ def test_pre_softmax_maximum(function):
     maxima = reader.attention_maxima()
     assert list(maxima) == ["self_attn"]
     assert maxima["self_attn"] == pytest.approx(model["self_attn"].scores.max().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_pre_softmax_maximum_under_other_modes(autocast, device):
+    """With the mode of a default device below, and in half precision, which a kernel scores on a GPU."""
+    model = nn.ModuleDict({"self_attn": SoftmaxAttention("sdpa")})
+    convert_to_fp4(model, filter_fn=lambda module, name: True)
+    model.to(device, torch.float32 if autocast else torch.bfloat16)
+    x = torch.randn(2, 16, 32, device=device, dtype=torch.float32 if autocast else torch.bfloat16)
+    reader, halved = OperandReader(model, attention=True), torch.autocast(device.type, torch.bfloat16, enabled=autocast)
+    with torch.device(device), halved, reader:
+        model["self_attn"](x)
+    largest = model["self_attn"].scores.max().item()
+    assert reader.attention_maxima() == {"self_attn": pytest.approx(largest, rel=2**-7)}

@@ -13,7 +13,7 @@ OPERATORS = (
     *("draw_seed", "quantize", "quantize_both", "dequantize", "operand", "multiply", "token_mean"),
     *("subtract_mean", "times_matrix", "add_outer"),
     *("patch_columns", "patch_values", "concatenate", "channel_scores", "select_channels", "quantization_sums"),
-    "tensor_sums",
+    *("tensor_sums", "pre_softmax_max"),
 )
 QUANTIZERS = [
     Quantizer(),
@@ -61,6 +61,9 @@ def test_opcheck_the_others(device):
         arguments = (torch.randn(3, 17, 40, device=device), spec, seed)
         torch.library.opcheck(operators.quantization_sums.default, arguments)
     torch.library.opcheck(operators.tensor_sums.default, (torch.randn(3, 17, 40, device=device), 5))
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key = (torch.randn(2, heads, 17, 8, device=device, dtype=dtype) for heads in (4, 2))
+        torch.library.opcheck(operators.pre_softmax_max.default, (query, key, None, True))
     torch.library.opcheck(operators.draw_seed.default, (_seed(device),))
     plain = torch.randn(17, 40, device=device)
     torch.library.opcheck(operators.token_mean.default, (plain,))
@@ -199,6 +202,7 @@ def _every_operator(x, w):
         ops.dequantize(a),
         ops.quantization_sums(torch.stack([x, 3 * x]), QUANTIZERS[-1], seed=seed),
         *ops.tensor_sums(torch.stack([x, 3 * x]), 5),
+        ops.pre_softmax_max(x, w, is_causal=True),
         channels,
         rest,
         outer,
@@ -230,6 +234,24 @@ def test_autocast_comes_back_after_an_error(device):
         with pytest.raises((RuntimeError, ValueError)):
             ops.times_matrix(torch.randn(1, 3, device=device), torch.randn(5, 4, device=device))
         assert torch.is_autocast_enabled(device.type)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_largest_score(is_causal, device):
+    """Of any dtypes and sizes; under autocast of what attention multiplies then."""
+    query, key = torch.randn(2, 4, 9, 320, device=device), torch.randn(2, 2, 9, 320, device=device)
+    for length in (8, 320):
+        q, k = query[..., :length], key[..., :length]
+        expected = reference.pre_softmax_max(q.cpu().double(), k.cpu().double(), is_causal=is_causal)
+        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)):
+            found = ops.pre_softmax_max(q.to(dtype), k.to(dtype), is_causal=is_causal)
+            assert float(found) == pytest.approx(float(expected), rel=tolerance)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            found = ops.pre_softmax_max(q, k.bfloat16(), is_causal=is_causal)
+        assert same_bits(found, ops.pre_softmax_max(q.bfloat16(), k.bfloat16(), is_causal=is_causal))
+    with pytest.raises(RuntimeError, match="0 elements"):
+        ops.pre_softmax_max(query[:, :, :0].bfloat16(), key.bfloat16(), is_causal=is_causal)
+    assert ops.pre_softmax_max(query.to("meta"), key.to("meta"), is_causal=is_causal).shape == ()
 
 
 def test_autograd_still_meets_the_operators(device):

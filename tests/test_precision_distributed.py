@@ -1,4 +1,4 @@
-"""FP4Precision on two processes: DDP, FSDP2 and FSDP on the CPU with gloo, and spawned launches.
+"""FP4Precision on two processes: DDP, FSDP2, FSDP and spawned launches, on the CPU with gloo and on GPUs with NCCL.
 
 Starting a process takes longer than all that it does here, so one pair of processes runs every scenario and each test
 looks at what one of them left behind.
@@ -27,11 +27,13 @@ from tests.trainer_models import WIDTH, Regressor, adamw, layers_of, plugin, sgd
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("two processes"),
     pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed"),
 ]
 
 SR = get_recipe("nvfp4")
 TIMEOUT = timedelta(seconds=60)
+KINDS = {"cpu": ("cpu", "gloo"), "cuda": ("gpu", "nccl")}  # Lightning's name of an accelerator, and what connects them
 SAMPLES = 64  # two processes, four steps of eight rows each
 
 
@@ -105,11 +107,20 @@ class CPUFSDPStrategy(FSDPStrategy):
         return FullyShardedDataParallel(model, **config, **self.kwargs)
 
 
+def device_type():
+    """Of the processes that run the scenarios; they are told by an environment variable."""
+    return os.environ["TEST_DEVICE_TYPE"]
+
+
+def connection():
+    return {"process_group_backend": KINDS[device_type()][1], "timeout": TIMEOUT}
+
+
 def outcome(model, fp4=None):
     layers = layers_of(model)
     return {
         "losses": model.losses,
-        "gradients": model.gradients,
+        "gradients": {n: None if g is None else _whole(g) for n, g in model.gradients.items()},
         "weights": {n: _whole(p) for n, p in model.named_parameters()},
         "classes": {name: type(layer).__name__ for name, layer in layers.items()},
         "keys": [int(layer.fp4_rng_state[0]) for layer in layers.values()],
@@ -119,12 +130,13 @@ def outcome(model, fp4=None):
 
 
 def _whole(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone().cpu()
 
 
 def distributed(fp4, strategy=None, **kwargs):
-    strategy = strategy or DDPStrategy(process_group_backend="gloo", timeout=TIMEOUT, **kwargs.pop("ddp", {}))
-    return trainer(fp4, strategy=strategy, devices=2, limit_val_batches=kwargs.pop("limit_val_batches", 0), **kwargs)
+    strategy = strategy or DDPStrategy(**connection(), **kwargs.pop("ddp", {}))
+    options = {"accelerator": KINDS[device_type()][0], "devices": 2, "limit_val_batches": 0}
+    return trainer(fp4, strategy=strategy, **{**options, **kwargs})
 
 
 def run_ddp(folder, recipe=RTN, model=None, **kwargs):
@@ -160,8 +172,7 @@ def model_parallel(tensor_parallel=1):
         data_parallel_size=2 // tensor_parallel,
         tensor_parallel_size=tensor_parallel,
         save_distributed_checkpoint=False,
-        process_group_backend="gloo",
-        timeout=TIMEOUT,
+        **connection(),
     )
 
 
@@ -170,9 +181,7 @@ def run_fsdp2(folder, leaves, recipe=RTN, **kwargs):
     runner = distributed(fp4, model_parallel(), gradient_clip_val=0.05)
     runner.fit(model)
     runner.save_checkpoint(folder / f"leaves-{leaves}.ckpt")
-    result = outcome(model, fp4)
-    result["gradients"] = {n: _whole(g) for n, g in model.gradients.items()}
-    return result
+    return outcome(model, fp4)
 
 
 def run_fsdp2_resume(folder):
@@ -209,8 +218,8 @@ def run_tensor_parallel(folder):
 
 def run_fsdp1(folder):
     fp4, model = plugin(), Model()
-    strategy = CPUFSDPStrategy(process_group_backend="gloo", timeout=TIMEOUT, use_orig_params=True)
-    runner = distributed(fp4, strategy, gradient_clip_val=0.05)
+    kind = CPUFSDPStrategy if device_type() == "cpu" else FSDPStrategy
+    runner = distributed(fp4, kind(**connection(), use_orig_params=True), gradient_clip_val=0.05)
     runner.fit(model)
     wrapped = isinstance(runner.strategy.model, FullyShardedDataParallel)
     return {"losses": model.losses, "wrapped": wrapped, "report": fp4.report()}
@@ -235,8 +244,9 @@ SCENARIOS = {
 }
 
 
-def worker(rank, port, folder):
+def worker(rank, port, device_type, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0")
+    os.environ["TEST_DEVICE_TYPE"] = device_type
     for name, scenario in SCENARIOS.items():
         try:
             torch.manual_seed(0)
@@ -246,10 +256,17 @@ def worker(rank, port, folder):
         torch.save(result, folder / f"{name}-{rank}.pt")
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    return torch.device(request.param)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(device, tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
-    run_processes(worker, find_free_network_port(), folder)
+    run_processes(worker, find_free_network_port(), device.type, folder)
     return folder
 
 
@@ -266,18 +283,18 @@ def ranks(folder):
     return load
 
 
-def first_batches():
+def first_batches(device):
     """The first batch of each process: the sampler deals the rows out in turn."""
-    data = torch.cat(list(Model().loader()))
+    data = torch.cat(list(Model().loader())).to(device)
     return [data[rank::2][:8] for rank in range(2)]
 
 
-def local_gradients(recipe=RTN):
+def local_gradients(device):
     """The oracle: what each process computes before anything is exchanged."""
-    for batch in first_batches():
-        model = convert_to_fp4(Model(), recipe)
+    for batch in first_batches(device):
+        model = convert_to_fp4(Model().to(device), RTN)
         model.step(batch).backward()
-        yield {name: p.grad for name, p in model.named_parameters()}
+        yield {name: p.grad.cpu() for name, p in model.named_parameters()}
 
 
 def assert_same(actual, expected):
@@ -291,10 +308,10 @@ def assert_same(actual, expected):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_ddp_converts_and_averages_the_gradients(ranks):
+def test_ddp_converts_and_averages_the_gradients(device, ranks):
     """DDP drops what `convert_module` returns, so conversion must be in place (T20)."""
     results = ranks("ddp")
-    first, second = local_gradients()
+    first, second = local_gradients(device)
     for result in results:
         assert result["classes"] == {"net.0": "FP4Linear", "net.2": "FP4Linear"}
         assert result["ran"] == [True, True]
@@ -302,8 +319,8 @@ def test_ddp_converts_and_averages_the_gradients(ranks):
         assert_same(result["gradients"], {name: (first[name] + second[name]) / 2 for name in first})
     assert_same(results[0]["weights"], results[1]["weights"])
     assert results[0]["losses"] != results[1]["losses"]
-    plain = Model()
-    for result, batch in zip(results, first_batches(), strict=True):
+    plain = Model().to(device)
+    for result, batch in zip(results, first_batches(device), strict=True):
         assert 1e-4 < abs(result["losses"][0] / plain.step(batch).item() - 1) < 0.1
 
 
@@ -322,16 +339,16 @@ def test_ddp_ranks_draw_different_bits(ranks):
     assert_same(first["weights"], second["weights"])
 
 
-def test_ddp_accumulation(ranks):
+def test_ddp_accumulation(device, ranks):
     """T22: two batches per step, exchanged once (`no_sync` before)."""
     results = ranks("ddp_accumulated")
-    data = torch.cat(list(Model().loader()))
+    data = torch.cat(list(Model().loader())).to(device)
     expected = None
     for rank in range(2):
-        model = convert_to_fp4(Model(), RTN)
+        model = convert_to_fp4(Model().to(device), RTN)
         for start in (0, 8):
             (model.step(data[rank::2][start : start + 8]) / 2).backward()
-        gradients = {name: p.grad / 2 for name, p in model.named_parameters()}
+        gradients = {name: p.grad.cpu() / 2 for name, p in model.named_parameters()}
         expected = gradients if expected is None else {n: g + expected[n] for n, g in gradients.items()}
     for result in results:
         for name, gradient in result["gradients"].items():
@@ -346,25 +363,25 @@ def test_ddp_static_graph_with_activation_checkpointing(ranks):
         assert_same(recomputed["weights"], plain["weights"])
 
 
-def test_ddp_branch_unused_on_one_rank(ranks):
+def test_ddp_branch_unused_on_one_rank(device, ranks):
     first, second = ranks("ddp_unused")
-    model = convert_to_fp4(Model(), RTN)
-    model.net[2](model.net[0](first_batches()[0])).square().mean().backward()
+    model = convert_to_fp4(Model().to(device), RTN)
+    model.net[2](model.net[0](first_batches(device)[0])).square().mean().backward()
     for result in (first, second):
-        assert torch.equal(result["gradients"]["net.2.weight"], model.net[2].weight.grad / 2)
+        assert torch.equal(result["gradients"]["net.2.weight"], model.net[2].weight.grad.cpu() / 2)
     assert_same(first["weights"], second["weights"])
     assert (first["ran"], second["ran"]) == ([True, True], [True, False])
 
 
-def test_ddp_layer_without_tokens_on_one_rank(ranks):
+def test_ddp_layer_without_tokens_on_one_rank(device, ranks):
     """T07, T20: zeros, not nothing and not garbage; and the exchange does not hang."""
     first, second = ranks("ddp_no_tokens")
-    model = convert_to_fp4(Model(), RTN)
-    hidden = model.net[0](first_batches()[0])
+    model = convert_to_fp4(Model().to(device), RTN)
+    hidden = model.net[0](first_batches(device)[0])
     (hidden.square().mean() + model.net[2](hidden).square().sum()).backward()
     for result in (first, second):
-        assert torch.equal(result["gradients"]["net.2.weight"], model.net[2].weight.grad / 2)
-        assert torch.equal(result["gradients"]["net.2.bias"], model.net[2].bias.grad / 2)
+        assert torch.equal(result["gradients"]["net.2.weight"], model.net[2].weight.grad.cpu() / 2)
+        assert torch.equal(result["gradients"]["net.2.bias"], model.net[2].bias.grad.cpu() / 2)
     assert_same(first["weights"], second["weights"])
 
 

@@ -1,6 +1,7 @@
 """The reference's operations in Triton: the same bits, faster. Importing needs Triton; ``ops`` decides whether to."""
 
 from lightning_fp4.kernels.amax import amax
+from lightning_fp4.kernels.attention import pre_softmax_max, reads_heads
 from lightning_fp4.kernels.centering import add_outer, times_matrix, token_mean
 from lightning_fp4.kernels.dequantize import dequantize, operand
 from lightning_fp4.kernels.finish import finish
@@ -17,9 +18,11 @@ __all__ = [
     "draw_seed",
     "finish",
     "operand",
+    "pre_softmax_max",
     "quantization_sums",
     "quantize",
     "quantize_both",
+    "reads_heads",
     "supports",
     "tensor_sums",
     "times_matrix",

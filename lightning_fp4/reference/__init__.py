@@ -1,5 +1,6 @@
 """What every operation means, in plain PyTorch. Written to be believed; kernels have to match it."""
 
+from lightning_fp4.reference.attention import pre_softmax_max
 from lightning_fp4.reference.centering import add_outer, subtract_mean, times_matrix, token_mean
 from lightning_fp4.reference.gemm import gemm, multiply, sums
 from lightning_fp4.reference.hadamard import hadamard_matrix, rotate
@@ -32,6 +33,7 @@ __all__ = [
     "operand",
     "patch_columns",
     "patch_values",
+    "pre_softmax_max",
     "quantization_sums",
     "quantize",
     "random_bytes",

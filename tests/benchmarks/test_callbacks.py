@@ -202,11 +202,17 @@ def test_the_report_keeps_settings_apart(tmp_path):
     steady["environment"] = {"device": "a GPU", "torch": "2", "lightning": "2"}
     large, small = {**steady, "setting": "large"}, {**steady, "setting": "small", "overhead": [0.05, 0.0, 0.1]}
     results = tmp_path / "callbacks.json"
-    harness.write_results(results, [{**large, "variant": bench.CONTROL}, {**small, "variant": "PrecisionMonitor"}])
-    report = bench.write_report(results)
-    assert "a GPU, torch 2, lightning 2; small, nothing compiled" in report
-    assert "+5.00 %" in report
-    assert bench.CONTROL not in report
+    elsewhere = {**steady, "setting": "elsewhere", "environment": {**steady["environment"], "device": "another GPU"}}
+    compiled = {**small, "compiled": True, "overhead": [0.07, 0.0, 0.1]}
+    records = [elsewhere, {**large, "variant": bench.CONTROL}, {**small, "variant": "PrecisionMonitor"}, compiled]
+    harness.write_results(results, [{"variant": "PrecisionMonitor", **record} for record in records])
+    tables = bench.write_report(results).split("a GPU, torch 2, lightning 2; ")
+    assert [table.partition(", triton")[0] for table in tables] == [
+        *("", "large, nothing compiled", "small, nothing compiled", "small, compiled")
+    ]
+    assert [[share in table for share in ("+1.00 %", "+5.00 %", "+7.00 %")] for table in tables[1:]] == [
+        [i == j for j in range(3)] for i in range(3)
+    ]
 
 
 def test_the_table_spreads_what_happens_once_in_a_while():

@@ -254,39 +254,41 @@ class Sharded(Regressor):
         return super().step(batch * (1 + self.global_rank) + self.global_rank * torch.arange(32))
 
 
-def _two_ranks(path, with_callback):
+def _two_ranks(path, accelerator, with_callback):
     model = Sharded(samples=32, batch_size=4)
     callbacks = [HotChannelRefresh(every_n_steps=2)] if with_callback else []
     t = trainer(
         FP4Precision(CHON, precision="32-true"),
         callbacks=callbacks,
+        accelerator=accelerator,
         strategy="ddp",
         devices=2,
         use_distributed_sampler=False,
     )
     t.fit(model)
-    channels = {name: layer.fp4_hot_channels for name, layer in layers_of(model).items()}
-    torch.save({"channels": channels, "weights": model.state_dict()}, f"{path}/{with_callback}-{t.global_rank}.pt")
+    channels = {name: layer.fp4_hot_channels.cpu() for name, layer in layers_of(model).items()}
+    kept = {name: weight.cpu() for name, weight in model.state_dict().items()}
+    torch.save({"channels": channels, "weights": kept}, f"{path}/{with_callback}-{t.global_rank}.pt")
     torch.distributed.barrier()
 
 
-def _two_fabric_ranks(path):
-    runner = Fabric(
-        accelerator="cpu", strategy="ddp", devices=2, plugins=[fabric.FP4Precision(CHON, precision="32-true")]
-    )
+def _two_fabric_ranks(path, accelerator):
+    precision = fabric.FP4Precision(CHON, precision="32-true")
+    runner = Fabric(accelerator=accelerator, strategy="ddp", devices=2, plugins=[precision])
     runner.launch()
     layer = torch.nn.Linear(64, 64)
     model, optimizer = runner.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
     torch.manual_seed(runner.global_rank)
-    runner.backward(model(torch.randn(8, 64)).square().mean())
-    mine = layer.fp4_hot_channels
+    runner.backward(model(torch.randn(8, 64).to(runner.device)).square().mean())
+    mine = layer.fp4_hot_channels.cpu()
     optimizer.step()
-    state = {"mine": mine, "channels": {"0": layer.fp4_hot_channels}, "weights": layer.state_dict()}
+    weights = {name: weight.cpu() for name, weight in layer.state_dict().items()}
+    state = {"mine": mine, "channels": {"0": layer.fp4_hot_channels.cpu()}, "weights": weights}
     torch.save(state, f"{path}/fabric-{runner.global_rank}.pt")
     torch.distributed.barrier()
 
 
-def _worker(rank, path, port):
+def _worker(rank, path, accelerator, port):
     import os
 
     os.environ.update(
@@ -299,17 +301,20 @@ def _worker(rank, path, port):
         }
     )
     for with_callback in (True, False):
-        _two_ranks(path, with_callback)
-    _two_fabric_ranks(path)
+        _two_ranks(path, accelerator, with_callback)
+    _two_fabric_ranks(path, accelerator)
     torch.distributed.destroy_process_group()  # at exit its threads may still run
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
-def test_two_processes_choose_alike(tmp_path):
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_two_processes_choose_alike(accelerator, tmp_path):
     from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-    run_processes(_worker, str(tmp_path), find_free_network_port())
+    if accelerator == "gpu" and torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    run_processes(_worker, str(tmp_path), accelerator, find_free_network_port())
     for run in (True, False, "fabric"):
         first, second = (torch.load(tmp_path / f"{run}-{rank}.pt") for rank in (0, 1))
         for name, channels in first["channels"].items():

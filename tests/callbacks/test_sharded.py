@@ -1,4 +1,4 @@
-"""All callbacks over FSDP2 shards: two gloo processes, a bad batch on one of them."""
+"""All callbacks over FSDP2 shards: two processes, on the CPU or on two GPUs, a bad batch on one of them."""
 
 from __future__ import annotations
 
@@ -24,28 +24,34 @@ class Sharded(TinyModule):
         fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
 
-def _rank(rank, directory):
-    strategy = ModelParallelStrategy(process_group_backend="gloo", data_parallel_size=2, tensor_parallel_size=1)
+def _rank(rank, directory, accelerator, backend):
+    strategy = ModelParallelStrategy(process_group_backend=backend, data_parallel_size=2, tensor_parallel_size=1)
     clip, monitor = AdaptiveGradientClipping(), PrecisionMonitor(every_n_steps=2)
     check = FP4HealthCheck(snapshot="checkpoint", snapshot_every_n_steps=2, healthy_after_n_steps=1)
     fit = trainer(
         directory,
         callbacks=[check, clip, monitor],
         strategy=strategy,
+        accelerator=accelerator,
         devices=2,
         logger=CSVLogger(directory),
         plugins=[Elastic(), FP4Precision("nvfp4", precision="32-true", last_blocks=0)],
     )
     module = Sharded()
     fit.fit(module, loader(16, batch_size=1, poisoned=(9,)))
-    weights = torch.cat([p.full_tensor().detach().flatten() for p in module.parameters()])
+    weights = torch.cat([p.full_tensor().detach().flatten() for p in module.parameters()]).cpu()
     layers = [s.layer for s in monitor.report.statistics if s.operand == "weight"]
     norm = clip.states[0].average
     torch.save((weights, norm, check.rollbacks, fit.global_step, len(layers)), directory / f"{rank}.pt")
 
 
-def test_all_callbacks_over_shards(tmp_path):
-    run_ranks(_rank, tmp_path)
+@pytest.mark.parametrize(
+    ("accelerator", "backend"), [("cpu", "gloo"), pytest.param("gpu", "nccl", marks=pytest.mark.gpu)]
+)
+def test_all_callbacks_over_shards(accelerator, backend, tmp_path):
+    if accelerator == "gpu" and torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    run_ranks(_rank, tmp_path, accelerator, backend)
     (first, *seen), (second, *others) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert torch.equal(first, second)
     assert first.isfinite().all()

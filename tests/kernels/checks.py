@@ -213,6 +213,27 @@ def check_tensor_sums(shape: tuple[int, int], device: torch.device | str, *, cou
     torch.testing.assert_close(chosen, best, rtol=rough, atol=0, equal_nan=True)
 
 
+def check_scores(
+    query: torch.Tensor, key: torch.Tensor, *, scale: float | None = None, is_causal: bool = False
+) -> torch.Tensor:
+    """The largest score is that of a float64 computation, but for the rounding of a float32 sum; infinite or NaN with
+    it.
+
+    Tensor cores truncate their sums, hence 2**-23 for each term.
+    """
+    q, k = query.cpu().double(), key.cpu().double()
+    expected = reference.pre_softmax_max(q, k, scale=scale, is_causal=is_causal)
+    actual = kernels.pre_softmax_max(query, key, scale=scale, is_causal=is_causal)
+    assert actual.shape == ()
+    assert actual.dtype == torch.float32
+    length = q.shape[-1]
+    factor = length**-0.5 if scale is None else abs(scale)
+    magnitudes = reference.pre_softmax_max(q.abs().nan_to_num(posinf=0), k.abs().nan_to_num(posinf=0), scale=factor)
+    bound = (length + 4) * 2**-23 * float(magnitudes)
+    torch.testing.assert_close(actual.cpu().double(), expected.double(), rtol=0, atol=bound, equal_nan=True)
+    return actual
+
+
 def check_decode(x: torch.Tensor, quantizer: Quantizer) -> None:
     """Decoding what the reference quantised: values in three dtypes, and the operands of a GEMM."""
     host = expected_form(x, quantizer)

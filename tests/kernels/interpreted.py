@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, Quantizer, kernels, reference
-from lightning_fp4.kernels import _random
+from lightning_fp4.kernels import _random, attention
 from lightning_fp4.reference.hadamard import _SIGNS
 from lightning_fp4.tensor import Patch
 from tests.kernels.cases import DTYPES, PARTS, QUANTIZERS, wide
@@ -14,6 +14,7 @@ from tests.kernels.checks import (
     check_mean,
     check_one,
     check_patch,
+    check_scores,
     check_sums,
     check_tensor_sums,
     check_times_matrix,
@@ -224,6 +225,52 @@ def test_tensor_sums_of_many_strips_and_of_nothing(monkeypatch):
             kernels.tensor_sums(x, 5)
 
 
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(attention, "_tile", lambda block_d: (16, 2, 4))
+
+
+# The interpreter multiplies the bits of bfloat16 as if they were integers.
+SCORES = [((2, 4, 33, 20), (2, 2, 40, 20)), ((3, 17, 16), (3, 7, 16)), ((16, 3), (50, 3)), ((1, 1, 8), (2, 3, 1, 8))]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shapes", SCORES, ids=str)
+def test_scores(shapes, is_causal, small_tiles):
+    query, key = (torch.randn(shape).half() for shape in shapes)
+    check_scores(query, key, is_causal=is_causal)
+    check_scores(query, key, is_causal=is_causal, scale=-0.3)
+    check_scores(query.abs(), -key.abs(), is_causal=is_causal)  # zeros of padding would be the largest
+
+
+def test_scores_of_strided_heads(small_tiles):
+    query = torch.randn(20, 2, 3, 1, 12).half().permute(1, 3, 2, 0, 4)  # [2, 1, 3, 20, 12]
+    key = torch.randn(2, 3, 12, 19).half().transpose(-1, -2)  # [2, 3, 19, 12], broadcast to [2, 2, 3, 19, 12]
+    check_scores(query, key, is_causal=True)
+    check_scores(query[..., ::2], key[..., 1::2])
+    check_scores(query[:, 0, :1], key[:1, :1].expand(2, 3, -1, -1))
+
+
+def test_the_largest_score_in_each_place(small_tiles):
+    """One key at a time is large, and one query at a time is not zero."""
+    for i, j in ((0, 0), (0, 1), (15, 15), (15, 16), (16, 15), (16, 16), (36, 36), (36, 35), (35, 36), (36, 2)):
+        query, key = torch.zeros(1, 37, 16).half(), torch.ones(1, 37, 16).half()
+        query[0, i], key[0, j] = 1, 4
+        for is_causal in (False, True):
+            found = check_scores(query, key, is_causal=is_causal, scale=1.0)
+            assert found == (64 if j <= i or not is_causal else 16)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_scores_that_are_no_numbers(bad, small_tiles):
+    """In the first and the last tile, of queries and of keys, seen by some, by all and by none."""
+    for side, place in ((0, 0), (0, 19), (1, 0), (1, 17), (1, 36)):
+        heads = torch.randn(20, 16).half(), torch.randn(37, 16).half()
+        heads[side][place, 5] = bad
+        for is_causal in (False, True):
+            check_scores(*heads, is_causal=is_causal)
+
+
 def test_signs_are_the_references():
     mask = _random.NEGATIVE_SIGNS.value
     assert tuple(-1 if mask >> i & 1 else 1 for i in range(32)) == _SIGNS
@@ -269,6 +316,14 @@ def test_launchers_state_what_they_assume():
         kernels.times_matrix(torch.randn(1, 3), torch.randn(2, 4))
     with pytest.raises(ValueError, match="contiguous float32"):
         kernels.add_outer(torch.randn(3, 2).T, torch.randn(1, 2), torch.randn(1, 3), 1, torch.float32)
+    heads = torch.randn(1, 4, 5, 8).half()
+    for query, key in ((heads.float(), heads), (heads, heads[..., :4]), (heads[:, :, :0], heads)):
+        with pytest.raises(ValueError, match="heads of 1 to 256 values"):
+            kernels.pre_softmax_max(query, key)
+    with pytest.raises(ValueError, match="heads of 1 to 256 values"):
+        kernels.pre_softmax_max(*2 * [torch.ones(1, 1, 257).half()])
+    with pytest.raises(ValueError, match="3 heads of keys cannot serve 4 heads"):
+        kernels.pre_softmax_max(heads, heads[:, :3])
     with pytest.raises(ValueError, match="both operands"):
         kernels.finish(torch.randn(2, 2), torch.rand(1, 1), None, None, torch.float32)
 

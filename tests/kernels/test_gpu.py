@@ -36,6 +36,7 @@ from tests.kernels.checks import (  # noqa: E402
     check_decode,
     check_mean,
     check_one,
+    check_scores,
     check_sums,
     check_tensor_sums,
     check_times_matrix,
@@ -230,6 +231,85 @@ def test_tensor_sums_of_more_than_two_to_the_31_elements():
     torch.testing.assert_close(sums[1, [0, 1, 2, 7, 8]], expected[0, [0, 1, 2, 7, 8]], rtol=1e-6, atol=0)
     torch.testing.assert_close(sums[1, 3], expected[0, 3] * 256 / 33008**2, rtol=1e-12, atol=0)
     assert torch.equal(channels[1], top[0] + 33008 - 16)
+
+
+SCORES = {
+    "whole tiles": ((2, 4, 256, 64), (2, 4, 256, 64)),
+    "ragged": ((2, 4, 301, 64), (2, 4, 299, 64)),
+    "fewer keys": ((4, 300, 128), (4, 100, 128)),
+    "more keys": ((4, 100, 128), (4, 300, 128)),
+    "grouped": ((2, 6, 200, 80), (2, 2, 200, 80)),
+    "broadcast": ((3, 2, 6, 70, 24), (2, 1, 70, 24)),
+    "one head": ((1, 1, 70, 24), (3, 70, 24)),
+    "matrices": ((150, 16), (150, 16)),
+    "one value": ((1, 1), (1, 1)),
+    "long": ((2, 2, 200, 256), (2, 1, 200, 256)),
+    "nearly as long": ((2, 2, 200, 200), (2, 1, 200, 200)),
+}
+
+
+@pytest.mark.parametrize(
+    "shapes", [pytest.param(shapes, marks=_group(f"scores, {name}")) for name, shapes in SCORES.items()], ids=[*SCORES]
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores(dtype, is_causal, shapes, poison):
+    query, key = (torch.randn(shape).to(CUDA, dtype) for shape in shapes)
+    check_scores(query, key, is_causal=is_causal)
+    check_scores(query, key, is_causal=is_causal, scale=-0.3)
+    check_scores(query.abs(), -key.abs(), is_causal=is_causal)  # zeros of padding would be the largest
+    assert poison
+
+
+@_group("scores, strided")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_scores_of_strided_heads(is_causal):
+    tokens = torch.randn(2, 150, 3 * 4, 64, device=CUDA).bfloat16().transpose(1, 2)
+    query, key, _ = tokens.split(4, dim=1)
+    check_scores(query, key, is_causal=is_causal)
+    check_scores(query[..., ::2], key[..., 1::2], is_causal=is_causal)
+    check_scores(query[..., 3:35], key[..., 5:37], is_causal=is_causal)  # not on multiples of 16 bytes
+    check_scores(query, torch.randn(2, 4, 64, 90, device=CUDA).bfloat16().mT, is_causal=is_causal)
+    check_scores(query, key[:1, :1].expand(2, 4, -1, -1), is_causal=is_causal)
+
+
+@_group("scores, whole tiles")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_scores_that_are_no_numbers(bad):
+    """In the first and the last tile, of queries and of keys, seen by some, by all and by none."""
+    for place in (0, 127, 128, 255):
+        for side in (0, 1):
+            heads = torch.randn(1, 2, 256, 64), torch.randn(1, 2, 256, 64)
+            heads[side][0, -1, place, 5] = bad
+            query, key = (x.to(CUDA, torch.bfloat16) for x in heads)
+            for is_causal in (False, True):
+                check_scores(query, key, is_causal=is_causal)
+                check_scores(query[:, :, :128], key, is_causal=is_causal)
+
+
+@_group("scores, whole tiles")
+def test_the_kernel_scores_unless_switched_off():
+    query, key = (torch.randn(2, 4, 256, 64, device=CUDA).bfloat16() for _ in range(2))
+    exact = kernels.pre_softmax_max(query, key)
+    assert same_bits(ops.pre_softmax_max(query, key), exact)
+    ops.enable_kernels(False)
+    try:
+        rounded = ops.pre_softmax_max(query, key)
+    finally:
+        ops.enable_kernels()
+    assert same_bits(rounded, reference.pre_softmax_max(query, key))
+    assert float(rounded) == pytest.approx(float(exact), rel=2**-8)
+
+
+@pytest.mark.slow
+@pytest.mark.large
+def test_scores_of_keys_beyond_32_bits():
+    key = torch.zeros(1, 1, 2**25 + 5, 64, dtype=torch.bfloat16, device=CUDA)
+    key[..., -1, -1] = 3
+    query = torch.ones(1, 1, 1, 64, dtype=torch.bfloat16, device=CUDA)
+    assert kernels.pre_softmax_max(query, key, scale=1.0) == 3
+    assert kernels.pre_softmax_max(key, query, scale=1.0) == 3
+    assert kernels.pre_softmax_max(query, key.mT.contiguous().mT, scale=1.0) == 3
 
 
 @pytest.mark.slow

@@ -17,8 +17,16 @@ from lightning_fp4.kernels._launch import Remembered  # noqa: E402
 MODULES = {
     name: importlib.import_module(f"lightning_fp4.kernels.{name}")
     for name in (
-        *("amax", "quantize", "dequantize", "finish", "centering", "hot_channels", "seed", "statistics"),
+        "amax",
+        "quantize",
+        "dequantize",
+        "finish",
+        "centering",
+        "hot_channels",
+        "seed",
+        "statistics",
         "moments",
+        "attention",
     )
 }
 TYPES = {
@@ -178,6 +186,22 @@ def test_tensor_sums(architecture, launches):
     assert [launch[0].__name__ for launch in launches] == ["_channels_kernel", "_deviations_kernel"]
     for launch in launches:
         assert _compile(launch, architecture).asm["cubin"]
+
+
+@pytest.mark.parametrize("length", [64, 80, 128, 256])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_scores(architecture, length, launches):
+    """As models pass them, ``[batch, tokens, heads, length]`` transposed; in the memory that every architecture has."""
+    is_causal, dtype = length != 80, torch.float16 if length == 128 else torch.bfloat16
+    query, key = (torch.zeros(2, 160, heads, length, dtype=dtype).transpose(1, 2) for heads in (4, 2))
+    MODULES["attention"].pre_softmax_max(query, key, is_causal=is_causal)
+    (launch,) = launches
+    compiled = _compile(launch, architecture)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= 99 * 1024
+    assert "max.NaN.f32" in compiled.asm["ptx"]
+    assert "max.f32" not in compiled.asm["ptx"]  # which drops NaN
+    assert ("wgmma.mma_async" in compiled.asm["ptx"]) is (architecture == 90)
 
 
 @pytest.mark.parametrize("quantizer", [SR, Quantizer(scale_rule="four_over_six")], ids=str)
