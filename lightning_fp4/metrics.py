@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from lightning_fp4.reference import dequantize
 from lightning_fp4.reference import pre_softmax_max as pre_softmax_max
+from lightning_fp4.reference.moments import squares_of_a_constant, whole_blocks
 from lightning_fp4.reference.statistics import flushed_to_zero, saturated, signal_and_noise, zero_scale_blocks
 from lightning_fp4.tensor import FP4Tensor
 
@@ -76,14 +77,6 @@ def _excess(mean: Tensor, variance: Tensor, fourth: Tensor) -> Tensor:
     return torch.where(variance <= squares_of_a_constant(mean, 1), torch.nan, fourth / variance**2 - 3)
 
 
-def squares_of_a_constant(mean: Tensor, count: int) -> Tensor:
-    """How large the sum of the squared deviations of ``count`` equal values may be in float64.
-
-    It is rounding noise of their mean, not exactly zero.
-    """
-    return (mean * (torch.finfo(torch.float64).resolution * count**0.5)).square_()
-
-
 def kurtosis(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
     """Excess kurtosis along one axis or several, computed in float64; NaN where ``x`` is constant along them.
 
@@ -102,14 +95,6 @@ def block_kurtosis(x: Tensor, size: int = 16) -> Tensor:
     Rows and columns beyond the last whole block are left out.
     """
     return kurtosis(whole_blocks(x, size), (-3, -1)).flatten(-2)
-
-
-def whole_blocks(x: Tensor, size: int = 16) -> Tensor:
-    """A view ``[..., block rows, size, block columns, size]`` of the whole blocks of ``x`` ``[..., rows, columns]``."""
-    rows, columns = x.shape[-2] // size, x.shape[-1] // size
-    if x.shape[-2:] != (rows * size, columns * size):
-        x = x[..., : rows * size, : columns * size]
-    return x.unflatten(-1, (columns, size)).unflatten(-3, (rows, size))
 
 
 def channel_magnitudes(x: Tensor) -> Tensor:

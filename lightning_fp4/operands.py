@@ -83,55 +83,11 @@ def sample_rows(x: Tensor, max_rows: int | None) -> Tensor:
     return rows.to(torch.float32, memory_format=torch.contiguous_format, copy=True).view(-1, columns)
 
 
-def tensor_sums(x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """What :func:`tensor_statistics` are computed from, in few operators: on a GPU, those are what a look costs.
-
-    Args:
-        x: float32 ``[n, rows, columns]``.
-        top_k: number of channels to select.
-
-    Returns:
-        float64 ``[n, 9]``: the largest magnitude; the sums of the magnitudes of the top channels and of all; the mean;
-        the sums of the squares and fourth powers of the deviations from it; the sum of the squares of the channels'
-        means; over the 16x16 blocks that are not constant, the sum of the quotients of their fourth powers' sum and
-        their squares' sum squared; and the number of these blocks. Also the top channels, int64 ``[n, k]``.
-    """
-    magnitudes = x.abs()
-    amax, by_channel = magnitudes.amax((-2, -1)).double(), magnitudes.sum(-2)
-    del magnitudes
-    top, channels = by_channel.topk(min(top_k, x.shape[-1]), dim=-1)
-    exact = x.double()
-    means = exact.mean(-2)
-    mean = means.mean(-1)
-    powers = (exact - mean[:, None, None]).square_()
-    squares = powers.sum((-2, -1))
-    fourths = powers.square_().sum((-2, -1))
-    del powers
-    blocks = metrics.whole_blocks(exact)
-    block_means = blocks.mean((-3, -1), keepdim=True)
-    block_powers = blocks.sub_(block_means).square_()
-    block_squares = block_powers.sum((-3, -1), keepdim=True)
-    varied = block_squares > metrics.squares_of_a_constant(block_means, _BLOCK_ROWS**2)
-    quotients = block_powers.square_().sum((-3, -1), keepdim=True).div_(block_squares.square_()).where(varied, 0.0)
-    sums = [
-        amax,
-        top.sum(-1, dtype=torch.float64),
-        by_channel.sum(-1, dtype=torch.float64),
-        mean,
-        squares,
-        fourths,
-        means.square_().sum(-1),
-        quotients.sum((-4, -3, -2, -1)),
-        varied.sum((-4, -3, -2, -1), dtype=torch.float64),
-    ]
-    return torch.stack(sums, dim=-1), channels
-
-
 def tensor_statistics(sums: Tensor, shapes: Sequence[tuple[int, int]], top_k: int) -> Tensor:
     """:data:`TENSOR_STATISTICS` of matrices: float64 ``[n, 5]``.
 
     Args:
-        sums: of :func:`tensor_sums`, ``[n, 9]``, on the CPU.
+        sums: of ``ops.tensor_sums``, ``[n, 9]``, on the CPU.
         shapes: of the matrices.
         top_k: number of channels that were to be selected.
     """
@@ -359,6 +315,8 @@ class OperandReader(AbstractContextManager):
     def _add(self, name: str, operand: OperandName, matrix: Tensor, quantizer: Quantizer | None) -> None:
         if matrix.numel() == 0:
             return
+        for waiting in self._pending.values():
+            waiting.pop((name, operand), None)  # an earlier pass, maybe of another shape
         group = self._pending[matrix.shape, matrix.device]
         group[name, operand] = (matrix, quantizer)
         if len(group) * matrix.numel() > _MOST_PENDING:
@@ -366,10 +324,11 @@ class OperandReader(AbstractContextManager):
 
     @torch.no_grad()
     def _measure_pending(self) -> None:
-        for group in self._pending.values():
+        for group in filter(None, self._pending.values()):
             rows: dict[tuple[bool, int, int], list[Key]] = defaultdict(list)
+            order: dict[Quantizer | None, int] = {}  # equal ones get one place
             for key, (matrix, quantizer) in group.items():
-                rows[quantizer is None, id(quantizer), id(matrix)].append(key)
+                rows[quantizer is None, order.setdefault(quantizer, len(order)), id(matrix)].append(key)
             keys = [rows[row] for row in sorted(rows)]  # by quantiser, those without one last
             members = [group[same[0]] for same in keys]
             x = torch.stack([matrix for matrix, _ in members])
@@ -382,7 +341,7 @@ class OperandReader(AbstractContextManager):
     def _measure(self, x: Tensor, quantizers: list[Quantizer]) -> None:
         """Measure a stack of matrices; ``quantizers`` are those of the first ones, the rest have none."""
         if not self.statistics.isdisjoint(TENSOR_STATISTICS):
-            sums, channels = tensor_sums(x, self.top_k)
+            sums, channels = ops.tensor_sums(x, self.top_k)
             self._measured.sums.append(sums)
             self._measured.channels.append(channels)
         if quantizers and not self.statistics.isdisjoint(QUANTIZATION_STATISTICS):

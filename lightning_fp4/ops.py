@@ -277,6 +277,19 @@ def quantization_sums(x: Tensor, quantizer: Quantizer, *, seed: Tensor | None = 
     return _quantization_sums(x, _spec(quantizer), seed)
 
 
+def tensor_sums(x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """What is in each matrix of a stack, in numbers: float64 ``[n, 9]``, and its top channels, int64 ``[n, k]``.
+
+    Args:
+        x: float32 ``[n, rows, columns]``, rows and columns 1 or more.
+        top_k: number of channels to select, at most.
+
+    Returns:
+        Sums, see ``reference.TENSOR_SUMS``, and the channels with the largest sums of magnitudes, largest first.
+    """
+    return _tensor_sums(x, top_k)
+
+
 def pre_softmax_max(query: Tensor, key: Tensor, *, scale: float | None = None, is_causal: bool = False) -> Tensor:
     """The largest score ``scale * query @ key.T`` that attention's softmax sees, as a float32 scalar.
 
@@ -833,6 +846,17 @@ def _quantization_sums(x: Tensor, spec: str, seed: Optional[Tensor]) -> Tensor:
 @_quantization_sums.register_fake
 def _(x, spec, seed):  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], len(reference.QUANTIZATION_SUMS)), dtype=torch.float64)
+
+
+@_operator("tensor_sums")
+def _tensor_sums(x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    return (_kernels(x) or reference).tensor_sums(x, top_k)
+
+
+@_tensor_sums.register_fake
+def _(x, top_k):  # type: ignore[no-untyped-def]
+    sums = x.new_empty((x.shape[0], len(reference.TENSOR_SUMS)), dtype=torch.float64)
+    return sums, x.new_empty((x.shape[0], min(top_k, x.shape[2])), dtype=torch.int64)
 
 
 @_operator("pre_softmax_max")

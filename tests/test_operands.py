@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import numpy as np
 import pytest
@@ -13,10 +14,10 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp4 import Gemm, Quantizer, Recipe, convert_to_fp4, fp4_layers, get_recipe, metrics, operands, ops
+from lightning_fp4 import Gemm, Quantizer, Recipe, convert_to_fp4, fp4_layers, get_recipe, metrics, ops
 from lightning_fp4.metrics import SQNR, FlushToZero, Saturation, ZeroScaleBlocks
-from lightning_fp4.operands import OperandReader, sample_rows, tensor_statistics, tensor_sums
-from lightning_fp4.reference import quantize
+from lightning_fp4.operands import OperandReader, sample_rows, tensor_statistics
+from lightning_fp4.reference import quantize, tensor_sums
 
 STOCHASTIC = Quantizer(rounding="stochastic", scale_rule="unbiased")
 DGRAD = Gemm(lhs=STOCHASTIC, rhs=Quantizer())
@@ -74,15 +75,15 @@ def test_values_are_those_of_the_metrics():
         assert 10 < values["sqnr"] < 25
 
 
-def test_statistics_of_any_matrix_are_those_of_the_metrics():
+def test_statistics_of_any_matrix_are_those_of_the_metrics(device):
     """Those of the functions in ``metrics``; constant blocks, no whole block and huge means included."""
     x = torch.randn(37, 50, generator=torch.Generator().manual_seed(0))
     spotted = x.clone()
     spotted[:16, :16] = 0.1
     cases = [x, x + 1e4, spotted, torch.full_like(x, 0.1), torch.zeros_like(x), x * 1e-30, x * 1e30]
     for stack in (torch.stack(cases), torch.stack([case[:9] for case in cases])):
-        sums, channels = tensor_sums(stack, 4)
-        found = tensor_statistics(sums, [tuple(stack.shape[1:])] * len(stack), 4)
+        sums, channels = ops.tensor_sums(stack.to(device), 4)
+        found = tensor_statistics(sums.cpu(), [tuple(stack.shape[1:])] * len(stack), 4)
         magnitudes = stack.double().abs().mean(-2)
         top = magnitudes.topk(4).values.mean(-1)
         largest = stack.abs().amax((-2, -1), keepdim=True)  # taken out where float32 squares would overflow
@@ -235,8 +236,8 @@ class Three(nn.Module):
 
 
 def test_layers_with_one_input_share_what_was_measured(monkeypatch):
-    stacks = []
-    monkeypatch.setattr(operands, "tensor_sums", lambda x, k: (stacks.append(len(x)), tensor_sums(x, k))[1])
+    stacks, sums = [], ops.tensor_sums
+    monkeypatch.setattr(ops, "tensor_sums", lambda x, k: (stacks.append(len(x)), sums(x, k))[1])
     x = torch.randn(32, 32)
     model = convert_to_fp4(Three(), filter_fn=lambda module, name: True)
     expected = {}
@@ -249,11 +250,16 @@ def test_layers_with_one_input_share_what_was_measured(monkeypatch):
         model(x)
     assert by_key(reader) == expected
     assert stacks == [1]
+    model.k_proj.fp4_recipe = copy.deepcopy(model.k_proj.fp4_recipe)  # an equal one
+    with OperandReader(model, operands=["input"]) as reader:
+        model(x)
+    assert by_key(reader) == expected
+    assert stacks == [1, 1]
     model.k_proj.fp4_recipe = get_recipe("mxfp4")
     with OperandReader(model, operands=["input"]) as reader:
         model(x)
     seen = by_key(reader)
-    assert stacks == [1, 2]
+    assert stacks == [1, 1, 2]
     assert seen["q_proj", "input"] == expected["q_proj", "input"]
     assert seen["v_proj", "input"] == expected["v_proj", "input"]
     assert seen["k_proj", "input"].values["sqnr"] != seen["q_proj", "input"].values["sqnr"]
@@ -274,6 +280,15 @@ def test_values_depend_on_no_other_layer():
         found.append({key: s for key, s in by_key(reader).items() if key[0] == "down_proj"})
     assert found[0] == found[1]
     assert found[0]["down_proj", "grad_output"].values["sqnr"] > 5
+
+
+def test_the_last_pass_counts():
+    """Also where its shape is that of an earlier one, with another between."""
+    model = converted()
+    with OperandReader(model, operands=["input"]) as reader:
+        for rows, scale in ((32, 1.0), (48, 2.0), (32, 3.0)):
+            model(torch.full((rows, 48), scale))
+    assert by_key(reader)["up_proj", "input"].values["amax"] == 3
 
 
 class _Count(TorchDispatchMode):
@@ -306,7 +321,7 @@ def test_a_layer_more_costs_hardly_an_operator_more_than_its_copies():
     few, many = (operators_of_a_look(depth) for depth in (4, 12))
     per_operand = (many - few) / (3 * 8)
     assert per_operand <= 1.5  # a copy; detach, unless it is a gradient; less what sharing saves
-    assert few - 4 * 3 * per_operand < 115  # a third of them on the CPU, in the end
+    assert few - 4 * 3 * per_operand < 75  # half of them on the CPU, in the end
     assert operators_of_a_look(4, statistics=["saturation"]) < few / 2
 
 

@@ -13,7 +13,7 @@ OPERATORS = (
     *("draw_seed", "quantize", "quantize_both", "dequantize", "operand", "multiply", "token_mean"),
     *("subtract_mean", "times_matrix", "add_outer"),
     *("patch_columns", "patch_values", "concatenate", "channel_scores", "select_channels", "quantization_sums"),
-    "pre_softmax_max",
+    *("tensor_sums", "pre_softmax_max"),
 )
 QUANTIZERS = [
     Quantizer(),
@@ -60,6 +60,7 @@ def test_opcheck_the_others(device):
     for spec, seed in (("nvfp4_2d/nearest/rne", None), ("mxfp4/stochastic/unbiased", _seed(device))):
         arguments = (torch.randn(3, 17, 40, device=device), spec, seed)
         torch.library.opcheck(operators.quantization_sums.default, arguments)
+    torch.library.opcheck(operators.tensor_sums.default, (torch.randn(3, 17, 40, device=device), 5))
     for dtype in (torch.float32, torch.bfloat16):
         query, key = (torch.randn(2, heads, 17, 8, device=device, dtype=dtype) for heads in (4, 2))
         torch.library.opcheck(operators.pre_softmax_max.default, (query, key, None, True))
@@ -200,6 +201,7 @@ def _every_operator(x, w):
         ops.gemm(a, b, None, torch.float32),
         ops.dequantize(a),
         ops.quantization_sums(torch.stack([x, 3 * x]), QUANTIZERS[-1], seed=seed),
+        *ops.tensor_sums(torch.stack([x, 3 * x]), 5),
         ops.pre_softmax_max(x, w, is_causal=True),
         channels,
         rest,

@@ -12,12 +12,14 @@ from lightning_fp4.reference.hot_channels import (
     patch_values,
     select_channels,
 )
+from lightning_fp4.reference.moments import TENSOR_SUMS, tensor_sums
 from lightning_fp4.reference.philox import random_bytes
 from lightning_fp4.reference.quantize import decode_blocks, dequantize, global_decode, operand, quantize, transpose
 from lightning_fp4.reference.statistics import QUANTIZATION_SUMS, quantization_sums
 
 __all__ = [
     "QUANTIZATION_SUMS",
+    "TENSOR_SUMS",
     "add_outer",
     "channel_scores",
     "concatenate",
@@ -39,6 +41,7 @@ __all__ = [
     "select_channels",
     "subtract_mean",
     "sums",
+    "tensor_sums",
     "times_matrix",
     "token_mean",
     "transpose",

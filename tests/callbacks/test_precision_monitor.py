@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fp4 import FP4Precision
 from lightning_fp4.callbacks import FP4HealthCheck, PrecisionMonitor, precision_monitor
@@ -117,6 +118,26 @@ def test_infinities_of_both_signs_are_logged(tmp_path):
         s.values["sqnr"] = (math.inf, -math.inf)[i // 3 % 2]
     monitor._log(fit, 1)
     assert fit.callback_metrics["PrecisionMonitor/sqnr/input"].isnan()
+
+
+def test_no_operator_runs_beside_tensorboards_thread(tmp_path, monkeypatch):
+    """Each would wait milliseconds for a thread that computes checksums in Python."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    monitor = PrecisionMonitor(every_n_steps=1)
+    logger = TensorBoardLogger(tmp_path)
+    fit = trainer(tmp_path, callbacks=[monitor], logger=logger, plugins=plugins(), max_steps=1)
+    fit.fit(TinyModule(), loader(2))
+    monkeypatch.setattr(precision_monitor, "write_to_tensorboard", lambda *_, **__: seen.append("event"))
+    with Watch():
+        monitor._log(fit, 1)
+    assert len(seen) > 1
+    assert seen[-1] == "event"
 
 
 def test_other_loggers_get_the_same_values(tmp_path):

@@ -11,7 +11,7 @@ from lightning_fp4 import FP4Tensor, Quantizer, kernels, reference
 from lightning_fp4.kernels import Form
 from lightning_fp4.tensor import FP4Operand, Patch
 from tests.helpers import same_bits
-from tests.kernels.cases import PARTS, Case, hot_channels
+from tests.kernels.cases import PARTS, Case, hot_channels, wide
 
 KEY, STEP = 0x7123456789ABCDEF, 2**32 - 3
 
@@ -182,6 +182,35 @@ def check_sums(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
     assert torch.equal(actual[:, 2:], expected[:, 2:])
     torch.testing.assert_close(actual[:, :2], expected[:, :2], rtol=1e-12, atol=0, equal_nan=True)
     return expected
+
+
+def check_tensor_sums(shape: tuple[int, int], device: torch.device | str, *, count: int | None = None) -> None:
+    """Sums of matrices of all kinds (the first ``count`` of them), and their top channels, are the reference's."""
+    x = wide(shape, torch.float32)
+    kinds = [x, x + 1e4, torch.full_like(x, 0.1), torch.zeros_like(x), x * 1e-38, x * 1e30, x.clone()]
+    kinds[-1][:16, :16] = 0.1
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        kinds.append(x.clone())
+        kinds[-1][-1, -1] = bad
+    kinds.append(kinds[-1].clone())  # infinities of both signs
+    kinds[-1][0, 0] = float("inf")
+    x = torch.stack(kinds[:count])
+    expected, top = reference.tensor_sums(x, 5)
+    actual, channels = (found.cpu() for found in kernels.tensor_sums(x.to(device), 5))
+    assert actual.dtype == torch.float64
+    assert actual.shape == expected.shape
+    # The reference adds the magnitudes of a channel in float32. Everything else is float64, in another order.
+    rough, exact = shape[0] * 2**-24, 1e-12
+    tolerance = torch.tensor([0.0, rough, rough, *6 * [exact]]) * expected.abs()
+    tolerance[:, 3] = exact * expected[:, 2] / (shape[0] * shape[1])  # positive and negative values cancel in a mean
+    is_near = ((actual - expected).abs() <= tolerance) & expected.isfinite()
+    is_equal = (actual == expected) | (actual.isnan() & expected.isnan())
+    assert (is_near | is_equal).all(), (actual, expected)
+    assert channels.shape == top.shape
+    assert all(len(set(chosen)) == len(chosen) for chosen in channels.tolist())
+    by_channel = x.abs().sum(-2)  # of which some may be equal
+    chosen, best = (by_channel.gather(-1, indices) for indices in (channels, top))
+    torch.testing.assert_close(chosen, best, rtol=rough, atol=0, equal_nan=True)
 
 
 def check_scores(

@@ -16,6 +16,7 @@ from tests.kernels.checks import (
     check_patch,
     check_scores,
     check_sums,
+    check_tensor_sums,
     check_times_matrix,
     seed,
 )
@@ -207,6 +208,21 @@ def test_sums_of_other_sizes():
         check_sums(torch.randn(shape).transpose(1, 2), Quantizer())
     assert kernels.quantization_sums(torch.randn(0, 4, 16), Quantizer()).shape == (0, 6)
     assert not kernels.quantization_sums(torch.randn(2, 0, 16), Quantizer()).any()
+
+
+@pytest.mark.parametrize("shape", [(70, 50), (9, 33), (16, 16), (1, 1)])
+def test_tensor_sums(shape, poison):
+    check_tensor_sums(shape, "cpu")
+    assert poison
+
+
+def test_tensor_sums_of_many_strips_and_of_nothing(monkeypatch):
+    monkeypatch.setattr("lightning_fp4.kernels.moments._SPAN", 2)  # strips that a program adds at a time
+    check_tensor_sums((17, 150), "cpu", count=2)
+    assert [found.shape for found in kernels.tensor_sums(torch.randn(0, 4, 16), 5)] == [(0, 9), (0, 5)]
+    for x in (torch.randn(2, 0, 16), torch.randn(2, 16), torch.randn(2, 3, 16).double()):
+        with pytest.raises(ValueError, match="not empty"):
+            kernels.tensor_sums(x, 5)
 
 
 @pytest.fixture

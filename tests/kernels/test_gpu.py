@@ -38,6 +38,7 @@ from tests.kernels.checks import (  # noqa: E402
     check_one,
     check_scores,
     check_sums,
+    check_tensor_sums,
     check_times_matrix,
     expected_form,
     moved,
@@ -208,6 +209,28 @@ def test_sums_non_finite(block_format, bad):
     x = torch.randn(3, 18, 40)
     x[1, 3, 5] = bad
     check_sums(x.to(CUDA), Quantizer(format=block_format, scale_rule="unbiased"))
+
+
+@_group("tensor sums")
+@pytest.mark.parametrize("shape", [(512, 512), (301, 331), (37, 5000), (70, 50), (9, 33), (16, 16), (1, 1)])
+def test_tensor_sums(shape, poison):
+    check_tensor_sums(shape, CUDA)
+    assert poison
+
+
+@_group("tensor sums")
+@pytest.mark.slow
+@pytest.mark.large
+def test_tensor_sums_of_more_than_two_to_the_31_elements():
+    """All is zero but the last block."""
+    x, block = torch.zeros(2, 33008, 33008, device=CUDA), torch.randn(16, 16)
+    x[1, -16:, -16:] = block.to(CUDA)
+    sums, channels = (found.cpu() for found in kernels.tensor_sums(x, 16))
+    expected, top = reference.tensor_sums(block[None], 16)
+    assert not sums[0].any()
+    torch.testing.assert_close(sums[1, [0, 1, 2, 7, 8]], expected[0, [0, 1, 2, 7, 8]], rtol=1e-6, atol=0)
+    torch.testing.assert_close(sums[1, 3], expected[0, 3] * 256 / 33008**2, rtol=1e-12, atol=0)
+    assert torch.equal(channels[1], top[0] + 33008 - 16)
 
 
 SCORES = {

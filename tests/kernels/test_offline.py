@@ -25,6 +25,7 @@ MODULES = {
         "hot_channels",
         "seed",
         "statistics",
+        "moments",
         "attention",
     )
 }
@@ -177,6 +178,14 @@ def test_sums(quantizer, architecture, launches, monkeypatch):
     MODULES["statistics"].quantization_sums(torch.zeros(3, 96, 64), quantizer, seed=torch.tensor([1, 2]))
     (launch,) = launches
     assert _compile(launch, architecture).asm["cubin"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tensor_sums(architecture, launches):
+    MODULES["moments"].tensor_sums(torch.zeros(3, 96, 64), 16)
+    assert [launch[0].__name__ for launch in launches] == ["_channels_kernel", "_deviations_kernel"]
+    for launch in launches:
+        assert _compile(launch, architecture).asm["cubin"]
 
 
 @pytest.mark.parametrize("length", [64, 80, 128, 256])
