@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def bucket_counts(values: Sequence[float], buckets: int = 30) -> tuple[list[float], list[int]]:
+def bucket_counts(values: Sequence[float], buckets: int) -> tuple[list[float], list[int]]:
     """A histogram of finite values between the smallest and the largest: ``buckets + 1`` edges, ``buckets`` counts.
 
     In plain Python, since a few values in each of many histograms are sooner counted than put into tensors.
@@ -46,7 +46,8 @@ def write_to_tensorboard(
     for tag, numbers in histograms.items():
         finite = [number for number in numbers if math.isfinite(number)]
         if finite:
-            edges, counts = bucket_counts(finite)
+            # As many as Rice's rule says: every byte costs time in the writer's checksum, which is written in Python.
+            edges, counts = bucket_counts(finite, math.ceil(2 * len(finite) ** (1 / 3)))
             histogram = add(tag=prefix + tag).histo
             histogram.min, histogram.max = min(finite), max(finite)
             histogram.num, histogram.sum = len(finite), sum(finite)

@@ -251,7 +251,8 @@ class Sharded(Regressor):
     """Ranks see different batches."""
 
     def step(self, batch):
-        return super().step(batch * (1 + self.global_rank) + self.global_rank * torch.arange(32))
+        offset = self.global_rank * torch.arange(32, device=batch.device)
+        return super().step(batch * (1 + self.global_rank) + offset)
 
 
 def _two_ranks(path, accelerator, with_callback):
