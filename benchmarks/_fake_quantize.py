@@ -236,7 +236,9 @@ class _FakeLinear(torch.autograd.Function):
         if gemm.hot_channels is not None and channels is not None and channels.shape[0] > 0:
             out = _patch(out, rest, xq, weight, wq, gemm, gemm.hot_channels, channels)
         if mean is not None:
-            out = (out + _mean_term(mean, gemm, weight, wq)).to(x.dtype)
+            out = out + _mean_term(mean, gemm, weight, wq)
+            # Only if it does something: PyTorch 2.11 compiles a `to` without effect, here, to zero gradients.
+            out = out if out.dtype is x.dtype else out.to(x.dtype)
         return out
 
     @staticmethod
