@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from _harness import RESULTS, describe_device, pick_device, versions
 
-from lightning_fp4 import ops
+from lightning_fp4 import backends
 
 
 def environment() -> dict[str, Any]:
@@ -62,7 +62,7 @@ def medians_ms(calls: list[Callable[[], Any]], *, repeats: int = 20, warmup: int
 
 def quantiser_backend() -> str:
     """What quantises on this device, ``"triton"`` or ``"reference"``."""
-    return ops.backend(pick_device())
+    return backends.backend(pick_device())
 
 
 class Clock:

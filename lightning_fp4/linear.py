@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from lightning_fp4 import matmul, ops, sharing
+from lightning_fp4 import dispatch, matmul, ops, sharing
 from lightning_fp4.matmul import Operand, Side
 from lightning_fp4.recipes.base import Gemm, HotChannels, Recipe
 from lightning_fp4.sharing import SharedForms, WeightForms
@@ -389,7 +389,7 @@ class FP4Layer(nn.Module):
         if rng_state.device != device:
             with torch.inference_mode(False):
                 rng_state = rng_state.to(device)
-            if ops.is_lasting(input):
+            if dispatch.is_lasting(input):
                 self.fp4_rng_state = rng_state
         if torch.is_grad_enabled():
             # A new dict: a compiler that saw the old one read or grow would compile all again once it is filled.
@@ -410,7 +410,7 @@ class FP4Layer(nn.Module):
         """The hot channels on the input's device; picked and scored on the way where that is due."""
         # Also without gradients: a checkpointed forward and its recomputation have to agree.
         wanted = self.fp4_hot_channels is None or self.fp4_channel_scores is not None
-        if self.training and wanted and input.numel() > 0 and ops.is_lasting(input, weight):
+        if self.training and wanted and input.numel() > 0 and dispatch.is_lasting(input, weight):
             with torch.no_grad():
                 scores = matmul.channel_scores(_rows_of(input, weight), weight, gemm)
                 if self.fp4_channel_scores is not None:
@@ -420,7 +420,7 @@ class FP4Layer(nn.Module):
         channels = self.fp4_hot_channels
         if channels is not None and channels.device != input.device:
             channels = channels.to(input.device)
-            if ops.is_lasting(input):
+            if dispatch.is_lasting(input):
                 self.fp4_hot_channels = channels
         return channels
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fp4 import ops
+from lightning_fp4 import backends, ops
 from lightning_fp4.quantizer import Quantizer, Rounding
 from lightning_fp4.recipes.base import Gemm, HotChannels
 from lightning_fp4.tensor import FP4Operand, FP4Tensor, Patch, PatchPart, Units
@@ -340,7 +340,7 @@ def units_of(gemm: Gemm | None, device: torch.device) -> Units | None:
     """The units that multiply the operands of this GEMM; ``None`` if they are not both quantised."""
     if gemm is None or gemm.lhs is None or gemm.rhs is None:
         return None
-    return ops.gemm_path(device, gemm.lhs, gemm.rhs, gemm.units)
+    return backends.gemm_path(device, gemm.lhs, gemm.rhs, gemm.units)
 
 
 def describe(gemm: Gemm | None, device: torch.device) -> str:
@@ -349,6 +349,6 @@ def describe(gemm: Gemm | None, device: torch.device) -> str:
     if units is None:
         return "high_precision"
     assert gemm is not None
-    exact = ops.is_exact(units, gemm.lhs, gemm.rhs)
+    exact = backends.is_exact(units, gemm.lhs, gemm.rhs)
     emulated = " emulated" if units == "fp8" and device.type != "cuda" else ""
     return f"{units}{emulated}{'' if exact else ' (one extra rounding)'}"

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_fp4 import matmul, ops
+from lightning_fp4 import backends, matmul
 from lightning_fp4.convert import ConversionReport, Layers, abbreviate, apply_plan, plan_conversion
 from lightning_fp4.linear import FP4Layer
 from lightning_fp4.naming import matches
@@ -276,4 +276,4 @@ def _how_it_runs(recipe: Recipe, device: torch.device) -> str:
         return f"GEMMs on {device.type}: {', '.join(units)}"
     is_fast = device.type == "cuda" and all(name.startswith("fp8") for name in units)
     worth = "" if is_fast else ": the numerics of FP4, not its speed"
-    return f"FP4 is emulated on {device.type} ({ops.backend(device)} quantiser, GEMMs: {', '.join(units)}){worth}"
+    return f"FP4 is emulated on {device.type} ({backends.backend(device)} quantiser, GEMMs: {', '.join(units)}){worth}"

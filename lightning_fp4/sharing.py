@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_fp4 import ops
+from lightning_fp4 import dispatch
 
 
 class SharedForms:
@@ -60,7 +60,7 @@ def _state_of(x: Tensor) -> tuple:
 
 
 def _may_keep(x: Tensor) -> bool:
-    if not ops.is_eager((x,)) or x.is_inference():
+    if not dispatch.is_eager((x,)) or x.is_inference():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -75,7 +75,7 @@ _latest = _Latest()
 def forms_of(source: Tensor, user: object) -> SharedForms | None:
     """Where the forms of a layer's input are shared; ``None`` where nothing may be.
 
-    Nothing is shared under compilers and other observers (see :func:`ops.is_eager`), where a repeated operator is
+    Nothing is shared under compilers and other observers (see :func:`dispatch.is_eager`), where a repeated operator is
     theirs to remove; in inference mode, whose tensors do not count their versions; while a CUDA graph is captured,
     which must not refer to results from before; and of parameters, which fused optimizers write to without counting.
 

@@ -18,6 +18,7 @@ from lightning_fp4 import (
     Gemm,
     Quantizer,
     Recipe,
+    backends,
     blackwell,
     get_recipe,
     matmul,
@@ -179,8 +180,8 @@ def test_mxfp4_costs_one_rounding_to_bfloat16(sizes, stand_in, device):
     torch.testing.assert_close(rounded, exact, rtol=2**-8, atol=1e-5)
     assert same_bits(rounded, rounded.bfloat16().float())
     assert same_bits(ops.gemm(a, b, bias, torch.float32, "fp4"), rounded + bias)
-    assert not ops.is_exact("fp4", mxfp4, mxfp4)
-    assert ops.is_exact("fp4", Quantizer(), Quantizer(format=NVFP4_ROW))
+    assert not backends.is_exact("fp4", mxfp4, mxfp4)
+    assert backends.is_exact("fp4", Quantizer(), Quantizer(format=NVFP4_ROW))
 
 
 @pytest.mark.parametrize("sizes", [(0, 32, 5), (3, 0, 5), (3, 32, 0)], ids=str)
@@ -358,28 +359,28 @@ def test_blackwell_takes_its_fp4_units_when_asked(capability, gpu):
     for lhs, rhs in PAIRS:
         for rule in ("rne", "closed"):
             quantizers = (Quantizer(format=lhs, scale_rule=rule), Quantizer(format=rhs, scale_rule=rule))
-            assert ops.gemm_path(cuda, *quantizers, "fp4") == "fp4"
-            assert ops.gemm_path(cuda, *quantizers) != "fp4"
-            assert ops.gemm_path(cuda, *quantizers, "bf16") == "bf16"
-    assert ops.gemm_path(cuda, Quantizer(), Quantizer(), "fp8") == "fp8"
+            assert backends.gemm_path(cuda, *quantizers, "fp4") == "fp4"
+            assert backends.gemm_path(cuda, *quantizers) != "fp4"
+            assert backends.gemm_path(cuda, *quantizers, "bf16") == "bf16"
+    assert backends.gemm_path(cuda, Quantizer(), Quantizer(), "fp8") == "fp8"
     assert matmul.describe(Gemm(lhs=Quantizer(), rhs=Quantizer(), units="fp4"), cuda) == "fp4"
 
 
 def test_mxfp4_has_to_be_asked_for(gpu):
     mxfp4 = Quantizer(format=MXFP4, scale_rule="unbiased")
     for capability in (B200, RTX_5090):
-        assert ops.gemm_path(gpu(capability), mxfp4, mxfp4) == "bf16"
-    assert ops.gemm_path(gpu(B200), mxfp4, mxfp4, "fp4") == "fp4"
+        assert backends.gemm_path(gpu(capability), mxfp4, mxfp4) == "bf16"
+    assert backends.gemm_path(gpu(B200), mxfp4, mxfp4, "fp4") == "fp4"
     with pytest.raises(ValueError, match=re.escape("mxfp4 on compute capability 10.x only, and cuda has 12.x. Use")):
-        ops.gemm_path(gpu(RTX_5090), mxfp4, mxfp4, "fp4")
+        backends.gemm_path(gpu(RTX_5090), mxfp4, mxfp4, "fp4")
 
 
 def test_other_devices_have_none(gpu):
     hopper = gpu(H200)
-    assert ops.gemm_path(hopper, Quantizer(), Quantizer()) == "bf16"
+    assert backends.gemm_path(hopper, Quantizer(), Quantizer()) == "bf16"
     for device in (hopper, torch.device("cpu")):
         with pytest.raises(ValueError, match=rf"`units='fp4'`: {device} has no FP4 units.*Use units='auto'"):
-            ops.gemm_path(device, Quantizer(), Quantizer(), "fp4")
+            backends.gemm_path(device, Quantizer(), Quantizer(), "fp4")
     layer = fp4_linear_layer(32, 16, get_recipe("nvfp4", units="fp4"))
     with pytest.raises(ValueError, match="cpu has no FP4 units"):
         layer(torch.randn(4, 32))
@@ -389,9 +390,9 @@ def test_pytorch_without_the_call(gpu, monkeypatch):
     cuda = gpu(B200)
     monkeypatch.delattr(functional, "scaled_mm")
     assert "has no `torch.nn.functional.scaled_mm`" in blackwell.obstacle(cuda, NVFP4, NVFP4)
-    assert ops.gemm_path(cuda, Quantizer(), Quantizer()) == "bf16"
+    assert backends.gemm_path(cuda, Quantizer(), Quantizer()) == "bf16"
     with pytest.raises(ValueError, match=r"no `torch.nn.functional.scaled_mm` for FP4\. Use units='auto'"):
-        ops.gemm_path(cuda, Quantizer(), Quantizer(), "fp4")
+        backends.gemm_path(cuda, Quantizer(), Quantizer(), "fp4")
 
 
 def test_two_quantised_operands_are_needed(gpu):

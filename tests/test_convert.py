@@ -413,7 +413,7 @@ def _plan(model, recipe=FP8, *, device=CUDA, base_dtype=torch.bfloat16, **kwargs
 
 @pytest.fixture
 def fp8_units(monkeypatch):
-    monkeypatch.setattr("lightning_fp4.ops._has_fp8", lambda device: True)
+    monkeypatch.setattr("lightning_fp4.backends._has_fp8", lambda device: True)
 
 
 def test_small_layers_on_fp8_units_are_recommended_to_stay_in_bf16(fp8_units):
@@ -476,7 +476,7 @@ def test_when_there_is_a_recommendation(recipe, device, base_dtype, expected, fp
 
 def test_no_recommendation_without_fp8_units(monkeypatch):
     """Ampere: such a recipe cannot run there, which the first forward says; planning does not fail."""
-    monkeypatch.setattr("lightning_fp4.ops._has_fp8", lambda device: False)
+    monkeypatch.setattr("lightning_fp4.backends._has_fp8", lambda device: False)
     assert not _plan(Wide()).recommendations
 
 

@@ -90,7 +90,7 @@ def test_min_features_and_the_recommendation(monkeypatch):
     runner = fabric(get_recipe("nvfp4", units="fp8"), precision="bf16-mixed", min_features=WIDTH)
     runner.setup(model)
     assert set(layers_of(model)) == {"0", "2"}
-    monkeypatch.setattr("lightning_fp4.ops._has_fp8", lambda device: True)
+    monkeypatch.setattr("lightning_fp4.backends._has_fp8", lambda device: True)
     assert not runner.strategy.precision.report()["recommendations"]
     monkeypatch.setattr("lightning_fp4.convert._device", lambda module: torch.device("cuda"))
     (sentence,) = runner.strategy.precision.report()["recommendations"]

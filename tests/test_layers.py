@@ -14,6 +14,8 @@ LEVELS = [
     {"recipes", "tensor"},
     {"reference", "kernels"},
     {"blackwell"},
+    {"backends", "dispatch"},
+    {"_operators"},
     {"ops"},
     {"matmul", "sharing"},
     {"linear"},

@@ -9,7 +9,17 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from lightning_fp4 import NVFP4, FP4Linear, Quantizer, convert_to_fp4, get_recipe, list_recipes, ops, reference
+from lightning_fp4 import (
+    NVFP4,
+    FP4Linear,
+    Quantizer,
+    backends,
+    convert_to_fp4,
+    get_recipe,
+    list_recipes,
+    ops,
+    reference,
+)
 from lightning_fp4.linear import fp4_class, new_rng_state, original_class
 from tests.helpers import (
     RTN,
@@ -87,7 +97,7 @@ def test_golden_stochastic_with_given_bytes(key, device, monkeypatch):
         return bits.to(seed.device)
 
     monkeypatch.setattr(reference, "random_bytes", bytes_from_the_case)
-    monkeypatch.setattr(ops, "_kernels_enabled", False)  # which draw their own
+    monkeypatch.setattr(backends, "_kernels_enabled", False)  # which draw their own
     seed = torch.tensor([1, 0], device=device)
     rows = ops.quantize(case["dy"].to(device), recipe.dgrad.lhs, seed=seed)
     columns = ops.quantize(case["dy"].to(device), recipe.wgrad.lhs, seed=seed, hadamard=16, transposed=True)

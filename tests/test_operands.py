@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp4 import Gemm, Quantizer, Recipe, convert_to_fp4, fp4_layers, get_recipe, metrics, ops
+from lightning_fp4 import Gemm, Quantizer, Recipe, backends, convert_to_fp4, fp4_layers, get_recipe, metrics, ops
 from lightning_fp4.metrics import SQNR, FlushToZero, Saturation, ZeroScaleBlocks
 from lightning_fp4.operands import OperandReader, sample_rows, tensor_statistics
 from lightning_fp4.reference import quantize, tensor_sums
@@ -354,7 +354,7 @@ class SoftmaxAttention(nn.Module):
 def test_a_gpu_measures_what_the_reference_does(recipe):
     found = []
     for enabled in (True, False):
-        ops.enable_kernels(enabled)
+        backends.enable_kernels(enabled)
         try:
             model = converted(recipe).cuda()
             with torch.autocast("cuda", dtype=torch.bfloat16), OperandReader(model, max_rows=32) as reader:
@@ -363,7 +363,7 @@ def test_a_gpu_measures_what_the_reference_does(recipe):
                 ).square().sum().backward()
             found.append(by_key(reader))
         finally:
-            ops.enable_kernels()
+            backends.enable_kernels()
     assert found[0].keys() == found[1].keys()
     for key, s in found[0].items():
         assert s.values == pytest.approx(found[1][key].values, rel=1e-5, nan_ok=True), key

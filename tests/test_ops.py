@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, Quantizer, ops, reference
+from lightning_fp4 import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW, Quantizer, _operators, backends, ops, reference
 from lightning_fp4.tensor import Patch
 from tests.helpers import golden_cases, relative_error, same_bits, unpack
 
@@ -223,7 +223,7 @@ def test_bodies_called_directly_are_the_operators(autocast, device, monkeypatch)
         assert names == {f"lightning_fp4::{name}" for name in OPERATORS}
         for name in OPERATORS:
             refuse = lambda *args, name=name: pytest.fail(f"{name} went through the dispatcher")  # noqa: E731
-            monkeypatch.setattr(getattr(ops, f"_{name}"), "registered", refuse)
+            monkeypatch.setattr(getattr(_operators, name), "registered", refuse)
         actual = _every_operator(x, w)
         assert torch.is_autocast_enabled(device.type) is autocast
     assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
@@ -296,9 +296,9 @@ def test_meta_tensors_have_shapes():
 
 
 def test_paths_by_device():
-    assert ops.gemm_path(torch.device("cpu")) == "fp32"
-    assert ops.gemm_path(torch.device("cuda")) == "bf16"
-    assert ops.backend(torch.device("cpu")) == "reference"
+    assert backends.gemm_path(torch.device("cpu")) == "fp32"
+    assert backends.gemm_path(torch.device("cuda")) == "bf16"
+    assert backends.backend(torch.device("cpu")) == "reference"
 
 
 def test_poisoned_memory_is_never_read(poison, device):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fp4 import MXFP4, Gemm, Quantizer, get_recipe, matmul, ops, reference
+from lightning_fp4 import MXFP4, Gemm, Quantizer, backends, get_recipe, matmul, ops, reference
 from lightning_fp4.linear import fp4_linear, new_rng_state
 from lightning_fp4.tensor import FP4Operand, FP4Tensor
 from tests.helpers import fp4_linear_layer, relative_error, run, same_bits
@@ -130,18 +130,18 @@ def test_fp8_units_need_one_scale_per_tensor():
 
 def test_closed_rules_take_fp8_units_where_there_are_some(monkeypatch):
     closed, plain, cuda = Quantizer(scale_rule="closed"), Quantizer(), torch.device("cuda")
-    mxfp4 = Quantizer(format=MXFP4, scale_rule="unbiased")
+    mxfp4, path = Quantizer(format=MXFP4, scale_rule="unbiased"), backends.gemm_path
     for capability, units in (((8, 0), "bf16"), ((8, 9), "fp8"), ((9, 0), "fp8")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert ops.gemm_path(cuda, closed, closed) == ops.gemm_path(cuda, closed, closed, "exact") == units
-        assert ops.gemm_path(cuda, closed, closed, "bf16") == ops.gemm_path(cuda, closed, plain) == "bf16"
-        assert ops.gemm_path(cuda, plain, plain, "auto") == ops.gemm_path(cuda, closed, closed, "auto") == units
-        assert ops.gemm_path(cuda, mxfp4, mxfp4, "auto") == ops.gemm_path(cuda, plain, None, "auto") == "bf16"
+        assert path(cuda, closed, closed) == path(cuda, closed, closed, "exact") == units
+        assert path(cuda, closed, closed, "bf16") == path(cuda, closed, plain) == "bf16"
+        assert path(cuda, plain, plain, "auto") == path(cuda, closed, closed, "auto") == units
+        assert path(cuda, mxfp4, mxfp4, "auto") == path(cuda, plain, None, "auto") == "bf16"
         if units == "fp8":
-            assert ops.gemm_path(cuda, plain, plain, "fp8") == "fp8"
+            assert path(cuda, plain, plain, "fp8") == "fp8"
         else:
             with pytest.raises(ValueError, match="no FP8 units"):
-                ops.gemm_path(cuda, closed, closed, "fp8")
+                path(cuda, closed, closed, "fp8")
 
 
 def test_named_recipes_take_the_fast_units_and_parts_the_exact_ones(monkeypatch):

@@ -1,4 +1,4 @@
-"""The reference's operations in Triton: the same bits, faster. Importing needs Triton; ``ops`` decides whether to."""
+"""The reference's operations in Triton: the same bits, faster. Importing needs Triton: ``backends`` decides on it."""
 
 from lightning_fp4.kernels.amax import amax
 from lightning_fp4.kernels.attention import pre_softmax_max, reads_heads

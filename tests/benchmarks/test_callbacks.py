@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fp4 import ops
+from lightning_fp4 import backends
 from lightning_fp4.callbacks import PrecisionMonitor, RecipeSchedule, hot_channel_refresh, rollback
 from lightning_fp4.operands import OperandReader
 
@@ -24,7 +24,7 @@ SETTING = bench.Setting(size=Size(width=32, depth=2, heads=2, hidden=64, vocabul
 
 @pytest.fixture(autouse=True)
 def _kernels_as_they_are(monkeypatch):
-    monkeypatch.setattr(timing, "quantiser_backend", lambda: ops.backend(harness.pick_device()))
+    monkeypatch.setattr(timing, "quantiser_backend", lambda: backends.backend(harness.pick_device()))
 
 
 EVENTS = {
@@ -122,7 +122,7 @@ def test_the_command_measures_every_variant_and_reports(tmp_path, capsys, monkey
         assert "failed" not in record
         assert len(record["pairs_ms" if record["kind"] == "event" else "segments_ms"]) == 2
     assert {r["recipe"] for r in records if r["variant"] == "HotChannelRefresh"} == {"chon"}
-    assert all(r["quantiser"] == ops.backend(harness.pick_device()) for r in records)
+    assert all(r["quantiser"] == backends.backend(harness.pick_device()) for r in records)
     table = bench.write_report(results)
     assert table in capsys.readouterr().out
     readme = tmp_path / "README.md"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fp4 import ops
+from lightning_fp4 import backends
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import _harness as harness
@@ -20,7 +20,7 @@ import training
 @pytest.fixture
 def row(monkeypatch):
     """A row to measure in this process, whose choice of kernels stays what it is."""
-    monkeypatch.setattr(timing, "quantiser_backend", lambda: ops.backend(harness.pick_device()))
+    monkeypatch.setattr(timing, "quantiser_backend", lambda: backends.backend(harness.pick_device()))
     torch._dynamo.reset()
     yield training.Row(
         variant="nvfp4",
@@ -74,7 +74,7 @@ def test_compiled_rows_train_to_the_same_losses(row, mode):
     # The compiler orders sums of the model's other operations as it likes; bfloat16 rounds them to 2**-9.
     assert compiled["losses"] == pytest.approx(eager["losses"], rel=5e-3)
     assert compiled["gemm_paths"] == eager["gemm_paths"]
-    assert compiled["quantiser"] == (ops.backend(harness.pick_device()) if recipe else None)
+    assert compiled["quantiser"] == (backends.backend(harness.pick_device()) if recipe else None)
 
 
 def test_profile_of_extra_steps(row):

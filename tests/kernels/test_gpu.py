@@ -10,7 +10,7 @@ import contextlib
 import pytest
 import torch
 
-from lightning_fp4 import FP4Tensor, Gemm, Quantizer, Recipe, get_recipe, ops, reference
+from lightning_fp4 import FP4Tensor, Gemm, Quantizer, Recipe, backends, get_recipe, ops, reference
 from lightning_fp4.formats import MXFP4, NVFP4, NVFP4_2D, NVFP4_ROW
 from lightning_fp4.tensor import Patch
 from tests.helpers import (
@@ -73,12 +73,12 @@ def _told(name):
 
 
 def test_the_kernels_are_used_unless_switched_off():
-    assert ops.backend(CUDA) == "triton"
-    ops.enable_kernels(False)
+    assert backends.backend(CUDA) == "triton"
+    backends.enable_kernels(False)
     try:
-        assert ops.backend(CUDA) == "reference"
+        assert backends.backend(CUDA) == "reference"
     finally:
-        ops.enable_kernels()
+        backends.enable_kernels()
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -292,11 +292,11 @@ def test_the_kernel_scores_unless_switched_off():
     query, key = (torch.randn(2, 4, 256, 64, device=CUDA).bfloat16() for _ in range(2))
     exact = kernels.pre_softmax_max(query, key)
     assert same_bits(ops.pre_softmax_max(query, key), exact)
-    ops.enable_kernels(False)
+    backends.enable_kernels(False)
     try:
         rounded = ops.pre_softmax_max(query, key)
     finally:
-        ops.enable_kernels()
+        backends.enable_kernels()
     assert same_bits(rounded, reference.pre_softmax_max(query, key))
     assert float(rounded) == pytest.approx(float(exact), rel=2**-8)
 
@@ -431,11 +431,11 @@ def test_products_on_fp8_units(sizes, rule):
 def test_choice_of_units():
     closed, plain, exact = Quantizer(scale_rule="closed"), Quantizer(), exact_units(CUDA)
     has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
-    assert ops.gemm_path(CUDA, closed, closed) == ("fp8" if has_fp8 and exact == "bf16" else exact)
-    assert ops.gemm_path(CUDA, closed, plain) == exact
-    assert ops.gemm_path(CUDA, closed, closed, "bf16") == "bf16"
+    assert backends.gemm_path(CUDA, closed, closed) == ("fp8" if has_fp8 and exact == "bf16" else exact)
+    assert backends.gemm_path(CUDA, closed, plain) == exact
+    assert backends.gemm_path(CUDA, closed, closed, "bf16") == "bf16"
     if has_fp8:
-        assert ops.gemm_path(CUDA, plain, plain, "fp8") == "fp8"
+        assert backends.gemm_path(CUDA, plain, plain, "fp8") == "fp8"
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
