@@ -470,9 +470,11 @@ class _SoftmaxMode(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
             is_causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
-            self.scores.note(lambda: ops.pre_softmax_max(query, key, scale=kwargs.get("scale"), is_causal=is_causal))
+            if query.numel() and key.numel():
+                scale = kwargs.get("scale")
+                self.scores.note(lambda: ops.pre_softmax_max(query, key, scale=scale, is_causal=is_causal))
         elif func in self._SOFTMAX:
             scores = args[0] if args else kwargs["input"]
-            if scores.dim() >= 3:
+            if scores.dim() >= 3 and scores.numel():
                 self.scores.note(scores.amax)
         return func(*args, **kwargs)

@@ -437,6 +437,18 @@ def test_pre_softmax_maximum(function):
     assert maxima["self_attn"] == pytest.approx(model["self_attn"].scores.max().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(0, 16, 32), (2, 0, 32)])
+@pytest.mark.parametrize("function", ["sdpa", "torch"])
+def test_attention_without_tokens_has_no_maximum(function, shape):
+    """As on a rank that got no samples: the model computes, so its reader may not fail."""
+    model = nn.ModuleDict({"self_attn": SoftmaxAttention(function)})
+    convert_to_fp4(model, filter_fn=lambda module, name: True)
+    with OperandReader(model, attention=True) as reader:
+        model["self_attn"](torch.randn(shape))
+    assert reader.attention_maxima() == {}
+    assert {operand for _, operand in by_key(reader)} == {"weight"}
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_pre_softmax_maximum_under_other_modes(autocast, device):
     """With the mode of a default device below, and in half precision, which a kernel scores on a GPU."""
