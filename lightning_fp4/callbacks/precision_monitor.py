@@ -222,6 +222,7 @@ class PrecisionMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Put hooks on the layers, on a batch that logs."""
+        self._close()  # of a batch that the module chose to skip
         if self._prepared is not None and self.should_log(trainer):
             self._reader = self._prepared.__enter__()
 

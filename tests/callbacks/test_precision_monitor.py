@@ -202,6 +202,20 @@ def test_special_runs(tmp_path, options, manual):
         fit.validate(TinyModule(depth=2), loader(1), verbose=False)
 
 
+def test_batches_that_the_module_skips_leave_no_hooks_behind(tmp_path):
+    class Skips(TinyModule):
+        hooks: list[int]
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.hooks = [*getattr(self, "hooks", []), len(self.model.layers[0].mlp.up_proj._forward_pre_hooks)]
+            return -1 if self.current_epoch < 3 else None  # skips the whole epoch
+
+    monitor, module = PrecisionMonitor(every_n_steps=1), Skips(recipe="nvfp4")
+    trainer(tmp_path, callbacks=[monitor], logger=CSVLogger(tmp_path), max_epochs=4).fit(module, loader(2))
+    assert module.hooks == [1] * 5
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
+
+
 @pytest.mark.parametrize("callback", [PrecisionMonitor(every_n_steps=1), FP4HealthCheck("warn", max_saturation=0.5)])
 def test_an_exception_leaves_no_hooks_behind(tmp_path, callback):
     class Fails(TinyModule):
