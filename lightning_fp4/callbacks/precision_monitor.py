@@ -123,7 +123,8 @@ class PrecisionMonitor(Callback):
                     f"`PrecisionMonitor({argument}={given!r})`: {unknown[0]!r} is unknown. Give a collection of: "
                     f"{', '.join(map(repr, known))}."
                 )
-        for name, count in {"every_n_steps": every_n_steps, "heat_map_every_n_logs": heat_map_every_n_logs}.items():
+        counts = {"every_n_steps": every_n_steps, "heat_map_every_n_logs": heat_map_every_n_logs, "max_rows": max_rows}
+        for name, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"`PrecisionMonitor({name}={count})` must be 1 or more, or None.")
         if top_k < 1:

@@ -353,6 +353,7 @@ def test_clipping_twice_warns(tmp_path):
     [
         ({"mode": "row"}, "'norm' or 'unitwise'"),
         ({"threshold": 0}, r"threshold=0\)` must be above 0"),
+        ({"raise_by": -0.05}, r"raise_by=-0.05\)` must be 0 or more"),
         ({"target": -1.0}, "target=-1.0"),
         ({"bounds": (10.0, 0.1)}, r"bounds=\(10.0, 0.1\)\)` must be the smallest and the largest"),
         ({"bounds": (0.1,)}, "for example"),

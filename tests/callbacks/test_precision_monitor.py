@@ -253,6 +253,7 @@ def test_without_a_logger_it_says_so(tmp_path):
         ({"statistics": "sqnr"}, "Give a collection"),
         ({"operands": ["output"]}, "'output' is unknown"),
         ({"every_n_steps": 0}, "must be 1 or more"),
+        ({"max_rows": 0}, r"max_rows=0\)` must be 1 or more, or None"),
         ({"top_k": 0}, r"top_k=0\)` must be 1 or more"),
         ({"layers": "mlp.up_proj"}, r"for example \['mlp.up_proj'\]"),
     ],
