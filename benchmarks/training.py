@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -237,7 +238,8 @@ def measure(row: Row) -> dict[str, Any]:
         "quantiser": backend if report else None,
         "first_step_seconds": round(times.first_step_seconds, 1),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "environment": timing.environment(),
+        "environment": timing.environment()
+        | ({"torchao": importlib.metadata.version("torchao")} if row.variant == PEER else {}),
         **({"profile": profile.result} if row.profile else {}),
     }
 

@@ -89,6 +89,7 @@ def test_peer_row(row):
     peer = training.measure(dataclasses.replace(row, recipe=None, variant=training.PEER))
     fp4 = training.measure(row)
     assert peer["loss_is_sane"]
+    assert peer["environment"]["torchao"]
     assert peer["quantised_share"] == fp4["quantised_share"]  # the same layers
 
 
