@@ -317,6 +317,7 @@ class AdaptiveGradientClipping(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the parameters to leave alone."""
+        self._values = {}  # an interrupted fit may have left some
         self._ignored = {
             id(p) for name, p in pl_module.named_parameters() if matches(clean_name(name), self.ignore_modules)
         }
