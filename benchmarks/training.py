@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -237,7 +238,8 @@ def measure(row: Row) -> dict[str, Any]:
         "quantiser": backend if report else None,
         "first_step_seconds": round(times.first_step_seconds, 1),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "environment": timing.environment(),
+        "environment": timing.environment()
+        | ({"torchao": importlib.metadata.version("torchao")} if row.variant == PEER else {}),
         **({"profile": profile.result} if row.profile else {}),
     }
 
@@ -376,25 +378,32 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_report(results: Path) -> str:
-    """The Markdown table of all results, with what was measured above it and what failed below."""
+    """The Markdown table of what was measured as the last row was, which the line above it says; below, what failed."""
     records = harness.load_results(results)
-    if not any("error" not in record for record in records):
+    finished = [record for record in records if "error" not in record]
+    if not finished:
         return "Not measured yet.\n"
-    last = [record for record in records if "error" not in record][-1]
+    last = finished[-1]
     where = last["environment"]
     head = (
         f"{where['device']}, torch {where['torch']}, lightning {where.get('lightning')}; batches of {last['batch']} x "
         f"{last['length']} tokens, median of {last['steps']} steps after {last['warmup']}; ratios are those within one "
         "run\n\n"
     )
-    done = {(*_group(record), record["variant"]) for record in records if "error" not in record}
+    chosen = [
+        record
+        for record in finished
+        if record["environment"]["device"] == where["device"]
+        and all(record[name] == last[name] for name in ("batch", "length", "steps", "warmup"))
+    ]
+    done = {(*_group(record), record["variant"]) for record in chosen}
     failed = {
         (*_group(record), record["variant"]): f"{record['size']}, {record['mode']}, {record['variant']}"
         for record in records
         if "error" in record and (*_group(record), record["variant"]) not in done
     }
     tail = f"\nNo result yet: {'; '.join(failed.values())}.\n" if failed else ""
-    return head + harness.markdown_table(summarize(records), _COLUMNS) + tail
+    return head + harness.markdown_table(summarize(chosen), _COLUMNS) + tail
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -169,7 +169,7 @@ class PrecisionReport:
 
 def _mean(values: Sequence[float], form: str) -> str:
     known = [value for value in values if not math.isnan(value)]
-    return form.format(statistics.fmean(known)) if known else "-"
+    return form.format(sum(known) / len(known)) if known else "-"  # `fmean` refuses infinities of both signs
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fp4 import metrics, ops
+from lightning_fp4 import dispatch, metrics, ops
 from lightning_fp4.convert import fp4_layers
 from lightning_fp4.formats import BlockFormat
 from lightning_fp4.linear import FP4Layer
@@ -218,7 +218,8 @@ class OperandReader(AbstractContextManager):
         statistics: which of :data:`TENSOR_STATISTICS` and :data:`QUANTIZATION_STATISTICS`, all if ``None``. Where none
             of the former is wanted, there are no top channels either.
         attention: also read the largest score before the softmax of attention, where
-            ``scaled_dot_product_attention`` or ``softmax`` is called below a module that holds query or key layers.
+            ``scaled_dot_product_attention`` or ``softmax`` is called below a module that holds query or key layers, but
+            not of nested tensors.
     """
 
     def __init__(
@@ -456,6 +457,11 @@ class AttentionScores(AbstractContextManager):
         return collected
 
 
+def _has_values(*tensors: Tensor) -> bool:
+    """Whether these have a maximum that may be kept: none is empty or nested, and no function transform runs."""
+    return not any(x.is_nested or x.numel() == 0 for x in tensors) and dispatch.is_lasting(*tensors)
+
+
 class _SoftmaxMode(TorchFunctionMode):
     """Sees the calls of ``scaled_dot_product_attention`` and of ``softmax``."""
 
@@ -470,9 +476,11 @@ class _SoftmaxMode(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
             is_causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
-            self.scores.note(lambda: ops.pre_softmax_max(query, key, scale=kwargs.get("scale"), is_causal=is_causal))
+            if _has_values(query, key):
+                scale = kwargs.get("scale")
+                self.scores.note(lambda: ops.pre_softmax_max(query, key, scale=scale, is_causal=is_causal))
         elif func in self._SOFTMAX:
             scores = args[0] if args else kwargs["input"]
-            if scores.dim() >= 3:
+            if scores.dim() >= 3 and _has_values(scores):
                 self.scores.note(scores.amax)
         return func(*args, **kwargs)

@@ -110,6 +110,13 @@ def test_equal_layers_and_empty_reports_name_nothing():
     assert "none" in str(PrecisionReport())
 
 
+def test_infinities_of_both_signs_are_reported():
+    """Of what four bits hold exactly, and of what was infinite itself."""
+    report = PrecisionReport(statistics=[*one("layers.0.q_proj", math.inf), *one("layers.1.q_proj", -math.inf)])
+    assert "nan nan -" in str(report)
+    assert "nan nan -" in [cell for column in report.table().columns for cell in column.cells]
+
+
 def test_heat_map_shows_every_layer_and_step():
     series = [{"a": 1.0, "b": float(step)} for step in range(3)]
     figure = draw_heat_map("sqnr", [10, 20, 30], {"input": series, "weight": [{"a": 0.0}] * 3})

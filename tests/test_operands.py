@@ -437,6 +437,42 @@ def test_pre_softmax_maximum(function):
     assert maxima["self_attn"] == pytest.approx(model["self_attn"].scores.max().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(0, 16, 32), (2, 0, 32)])
+@pytest.mark.parametrize("function", ["sdpa", "torch"])
+def test_attention_without_tokens_has_no_maximum(function, shape):
+    """As on a rank that got no samples: the model computes, so its reader may not fail."""
+    model = nn.ModuleDict({"self_attn": SoftmaxAttention(function)})
+    convert_to_fp4(model, filter_fn=lambda module, name: True)
+    with OperandReader(model, attention=True) as reader:
+        model["self_attn"](torch.randn(shape))
+    assert reader.attention_maxima() == {}
+    assert {operand for _, operand in by_key(reader)} == {"weight"}
+
+
+def attend_nested(q, k):
+    offsets = torch.tensor([0, 3, 16])
+    q, k = (torch.nested.nested_tensor_from_jagged(x[0, :, None], offsets).transpose(1, 2) for x in (q, k))
+    return nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).values()
+
+
+def attend_mapped(q, k):
+    return torch.vmap(lambda q, k: nn.functional.scaled_dot_product_attention(q, k, k))(q[:, None], k[:, None])
+
+
+@pytest.mark.parametrize("attend", [attend_nested, attend_mapped])
+def test_attention_that_cannot_be_read_is_left_alone(attend):
+    class Attention(SoftmaxAttention):
+        def forward(self, x):
+            return attend(self.q_proj(x), self.k_proj(x))
+
+    model = convert_to_fp4(nn.ModuleDict({"self_attn": Attention("")}), filter_fn=lambda module, name: True)
+    x = torch.randn(2, 16, 32)
+    expected = model["self_attn"](x)
+    with OperandReader(model, attention=True) as reader:
+        torch.testing.assert_close(model["self_attn"](x), expected)
+    assert reader.attention_maxima() == {}
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_pre_softmax_maximum_under_other_modes(autocast, device):
     """With the mode of a default device below, and in half precision, which a kernel scores on a GPU."""

@@ -272,6 +272,8 @@ class AdaptiveGradientClipping(Callback):
         for name, value in positive.items():
             if not value > 0:
                 raise ValueError(f"`AdaptiveGradientClipping({name}={value})` must be above 0.")
+        if not raise_by >= 0:
+            raise ValueError(f"`AdaptiveGradientClipping(raise_by={raise_by})` must be 0 or more.")
         if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
             raise ValueError(
                 f"`AdaptiveGradientClipping(bounds={bounds})` must be the smallest and the largest threshold, as "
@@ -315,6 +317,7 @@ class AdaptiveGradientClipping(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the parameters to leave alone."""
+        self._values = {}  # an interrupted fit may have left some
         self._ignored = {
             id(p) for name, p in pl_module.named_parameters() if matches(clean_name(name), self.ignore_modules)
         }

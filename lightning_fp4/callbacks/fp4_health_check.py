@@ -193,6 +193,13 @@ class FP4HealthCheck(Callback):
         for name, count in counts.items():
             if count < 1:
                 raise ValueError(f"`FP4HealthCheck({name}={count})` must be 1 or more.")
+        amounts = {"num_std": num_std, "min_increase": min_increase, "grad_norm_factor": grad_norm_factor}
+        amounts |= {"warmup_steps": warmup_steps, "healthy_after_n_steps": healthy_after_n_steps}
+        amounts |= {"max_rollbacks": max_rollbacks, "max_saturation": max_saturation}
+        amounts |= {"max_flush_to_zero": max_flush_to_zero}
+        for name, amount in amounts.items():
+            if amount is not None and not amount >= 0:
+                raise ValueError(f"`FP4HealthCheck({name}={amount})` must be 0 or more.")
         if not 0 < lr_factor <= 1:
             raise ValueError(f"`FP4HealthCheck(lr_factor={lr_factor})` must be above 0 and at most 1.")
         if warmup_steps > window:

@@ -66,7 +66,7 @@ class PrecisionMonitor(Callback):
     TensorBoard (not ``tensorboardX``) also gets histograms over the layers and, with ``matplotlib``, heat maps of
     layers by time. Steps that do not log cost nothing.
 
-    Each rank measures its own share of the data; rank 0 logs.
+    Each rank measures its own share of the data; rank 0's is logged, and all ranks have its callback metrics.
 
     Args:
         every_n_steps: batches with an optimizer step between logs, the Trainer's ``log_every_n_steps`` if ``None``.
@@ -123,7 +123,8 @@ class PrecisionMonitor(Callback):
                     f"`PrecisionMonitor({argument}={given!r})`: {unknown[0]!r} is unknown. Give a collection of: "
                     f"{', '.join(map(repr, known))}."
                 )
-        for name, count in {"every_n_steps": every_n_steps, "heat_map_every_n_logs": heat_map_every_n_logs}.items():
+        counts = {"every_n_steps": every_n_steps, "heat_map_every_n_logs": heat_map_every_n_logs, "max_rows": max_rows}
+        for name, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"`PrecisionMonitor({name}={count})` must be 1 or more, or None.")
         if top_k < 1:
@@ -209,7 +210,7 @@ class PrecisionMonitor(Callback):
     # ------------------------------------------------------------------------------------------------------------------
 
     def should_log(self, trainer: pl.Trainer) -> bool:
-        """Whether the batch that begins is one to read; override it to choose others."""
+        """Whether the batch that begins is one to read; override it to choose others, the same on all ranks."""
         if accumulates(trainer):
             return False
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -222,6 +223,7 @@ class PrecisionMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Put hooks on the layers, on a batch that logs."""
+        self._close()  # of a batch that the module chose to skip
         if self._prepared is not None and self.should_log(trainer):
             self._reader = self._prepared.__enter__()
 
@@ -256,8 +258,10 @@ class PrecisionMonitor(Callback):
             for operand, layers in by_operand.items()
         }
         start = self._start("/")
+        # Those of rank 0, or schedulers and early stopping would go apart.
+        shown = trainer.strategy.broadcast(means)
         # Before TensorBoard gets its values: from then on, operators wait for its thread to let go of the interpreter.
-        set_callback_metrics(trainer, {start(name) + operand: mean for (name, operand), mean in means.items()})
+        set_callback_metrics(trainer, {start(name) + operand: mean for (name, operand), mean in shown.items()})
         for logger in trainer.loggers:
             start = self._start(logger.group_separator)
             values = {start(name) + operand: mean for (name, operand), mean in means.items()}

@@ -89,6 +89,7 @@ def test_peer_row(row):
     peer = training.measure(dataclasses.replace(row, recipe=None, variant=training.PEER))
     fp4 = training.measure(row)
     assert peer["loss_is_sane"]
+    assert peer["environment"]["torchao"]
     assert peer["quantised_share"] == fp4["quantised_share"]  # the same layers
 
 
@@ -167,6 +168,17 @@ def test_ratios_are_within_one_run(tmp_path):
     readme.write_text("<!-- training: how -->\nold\n<!-- /training -->\n")
     training.main(["--report", "--results", str(file), "--insert", str(readme)])
     assert table.strip() in readme.read_text()
+
+
+def test_the_table_holds_what_the_line_above_it_says(tmp_path):
+    """Results of other devices and of other steps and batches are in the file, but not under that line."""
+    others = [{"environment": {"device": "another GPU", "torch": "2.11.0"}}, {"steps": 2}, {"batch": 1}]
+    for variant, other in zip(("mxfp4", "averis", "chon"), others, strict=True):
+        harness.append_result(tmp_path / "training.json", _record("a", variant, 1.0, **other))
+    harness.append_result(tmp_path / "training.json", _record("b", "nvfp4", 80.0))
+    table = training.write_report(tmp_path / "training.json")
+    assert "| nvfp4 | 80.0 |" in table
+    assert not any(variant in table for variant in ("mxfp4", "averis", "chon"))
 
 
 def test_a_loss_that_does_not_fall_is_named():

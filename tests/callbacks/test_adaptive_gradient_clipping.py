@@ -343,6 +343,21 @@ def test_special_runs(tmp_path, options, mode):
         fit.validate(TinyModule(), loader(1), verbose=False)
 
 
+def test_an_interrupted_batch_is_not_logged_by_the_next_fit(tmp_path):
+    class Interrupted(TinyModule):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            raise RuntimeError("on purpose")
+
+    clip, logger = AdaptiveGradientClipping(), CSVLogger(tmp_path)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer(tmp_path, callbacks=[clip]).fit(Interrupted(manual=True), loader(1))
+    options = {"log_every_n_steps": 1, "accumulate_grad_batches": 2, "max_steps": 1}
+    trainer(tmp_path, callbacks=[clip], logger=logger, **options).fit(TinyModule(), loader(2))
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        assert len(list(csv.DictReader(file))) == 1
+
+
 def test_clipping_twice_warns(tmp_path):
     with pytest.warns(UserWarning, match="clips what `AdaptiveGradientClipping` leaves"):
         trainer(tmp_path, callbacks=[AdaptiveGradientClipping()], gradient_clip_val=1.0).fit(TinyModule(), loader(1))
@@ -353,6 +368,7 @@ def test_clipping_twice_warns(tmp_path):
     [
         ({"mode": "row"}, "'norm' or 'unitwise'"),
         ({"threshold": 0}, r"threshold=0\)` must be above 0"),
+        ({"raise_by": -0.05}, r"raise_by=-0.05\)` must be 0 or more"),
         ({"target": -1.0}, "target=-1.0"),
         ({"bounds": (10.0, 0.1)}, r"bounds=\(10.0, 0.1\)\)` must be the smallest and the largest"),
         ({"bounds": (0.1,)}, "for example"),

@@ -317,6 +317,8 @@ def test_disk_snapshots_are_cleaned_up(tmp_path):
         ({"action": "stop"}, "'warn', 'skip', 'rollback' or 'raise'"),
         ({"snapshot": "disk"}, "'memory' or 'checkpoint'"),
         ({"patience": 0}, r"patience=0\)` must be 1 or more"),
+        ({"grad_norm_factor": -1.0}, r"grad_norm_factor=-1.0\)` must be 0 or more"),
+        ({"max_saturation": float("nan")}, r"max_saturation=nan\)` must be 0 or more"),
         ({"lr_factor": 2.0}, "at most 1"),
         ({"warmup_steps": 200}, "Make `warmup_steps` at most"),
         ({"fallback_recipe": "nvpf4"}, "Did you mean 'nvfp4'"),

@@ -202,6 +202,20 @@ def test_special_runs(tmp_path, options, manual):
         fit.validate(TinyModule(depth=2), loader(1), verbose=False)
 
 
+def test_batches_that_the_module_skips_leave_no_hooks_behind(tmp_path):
+    class Skips(TinyModule):
+        hooks: list[int]
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.hooks = [*getattr(self, "hooks", []), len(self.model.layers[0].mlp.up_proj._forward_pre_hooks)]
+            return -1 if self.current_epoch < 3 else None  # skips the whole epoch
+
+    monitor, module = PrecisionMonitor(every_n_steps=1), Skips(recipe="nvfp4")
+    trainer(tmp_path, callbacks=[monitor], logger=CSVLogger(tmp_path), max_epochs=4).fit(module, loader(2))
+    assert module.hooks == [1] * 5
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
+
+
 @pytest.mark.parametrize("callback", [PrecisionMonitor(every_n_steps=1), FP4HealthCheck("warn", max_saturation=0.5)])
 def test_an_exception_leaves_no_hooks_behind(tmp_path, callback):
     class Fails(TinyModule):
@@ -239,6 +253,7 @@ def test_without_a_logger_it_says_so(tmp_path):
         ({"statistics": "sqnr"}, "Give a collection"),
         ({"operands": ["output"]}, "'output' is unknown"),
         ({"every_n_steps": 0}, "must be 1 or more"),
+        ({"max_rows": 0}, r"max_rows=0\)` must be 1 or more, or None"),
         ({"top_k": 0}, r"top_k=0\)` must be 1 or more"),
         ({"layers": "mlp.up_proj"}, r"for example \['mlp.up_proj'\]"),
     ],

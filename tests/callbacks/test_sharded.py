@@ -42,7 +42,8 @@ def _rank(rank, directory, accelerator, backend):
     weights = torch.cat([p.full_tensor().detach().flatten() for p in module.parameters()]).cpu()
     layers = [s.layer for s in monitor.report.statistics if s.operand == "weight"]
     norm = clip.states[0].average
-    torch.save((weights, norm, check.rollbacks, fit.global_step, len(layers)), directory / f"{rank}.pt")
+    shown = {name: repr(value.item()) for name, value in fit.callback_metrics.items()}
+    torch.save((weights, shown, norm, check.rollbacks, fit.global_step, len(layers)), directory / f"{rank}.pt")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,8 @@ def test_all_callbacks_over_shards(accelerator, backend, tmp_path):
     assert torch.equal(first, second)
     assert first.isfinite().all()
     assert seen == others
-    norm, rollbacks, steps, layers = seen
+    shown, norm, rollbacks, steps, layers = seen
+    assert "PrecisionMonitor/sqnr/grad_output" in shown
     assert norm > 0
     assert rollbacks == 1
     assert steps < 8
