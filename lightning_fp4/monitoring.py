@@ -172,6 +172,16 @@ def _mean(values: Sequence[float], form: str) -> str:
     return form.format(sum(known) / len(known)) if known else "-"  # `fmean` refuses infinities of both signs
 
 
+def refuse_single_name(function: str, layers: Collection[str] | None) -> None:
+    """Raise for a string, of which every part would be taken for a name.
+
+    Raises:
+        ValueError: for a string.
+    """
+    if isinstance(layers, str):
+        raise ValueError(f"`{function}(layers={layers!r})` must be a collection of names, for example [{layers!r}].")
+
+
 @contextlib.contextmanager
 def monitor_precision(
     model: nn.Module,
@@ -197,6 +207,7 @@ def monitor_precision(
         print(report)
         FP4Precision("nvfp4", ignore_modules=report.keep_in_high_precision())
     """
+    refuse_single_name("monitor_precision", layers)
     report = PrecisionReport()
     reader = OperandReader(model, names=layers, operands=operands, max_rows=max_rows, top_k=top_k, attention=True)
     with reader:
@@ -223,6 +234,7 @@ def layer_sensitivity(
 
         increases = layer_sensitivity(model, lambda: loss_of(model, batch))
     """
+    refuse_single_name("layer_sensitivity", layers)
     recipes = {name: layer.fp4_recipe for name, layer in fp4_layers(model).items()}
     with use_recipe(model, "high_precision"):
         base = loss_fn().double()

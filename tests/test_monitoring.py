@@ -103,6 +103,14 @@ def test_proxies_rank_without_a_measurement():
     assert math.isnan(report.value("layers.7.q_proj", "grad_output", "sqnr"))
 
 
+def test_a_single_name_is_refused():
+    """Else every layer whose name is part of it would be measured."""
+    with pytest.raises(ValueError, match=r"`monitor_precision\(layers='mlp'\)` must be a collection of names, .*'mlp'"):
+        monitor_precision(torch.nn.Linear(2, 2), layers="mlp").__enter__()
+    with pytest.raises(ValueError, match=r"`layer_sensitivity\(layers='mlp'\)` must be a collection of names"):
+        layer_sensitivity(torch.nn.Linear(2, 2), lambda: torch.zeros(()), layers="mlp")
+
+
 def test_equal_layers_and_empty_reports_name_nothing():
     report = PrecisionReport(statistics=[s for i in range(9) for s in one(f"layers.{i}.q_proj", 20.0)])
     assert report.keep_in_high_precision() == []

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_fp4._lightning_compat import accumulates, logger_prefix, logger_step
 from lightning_fp4.callbacks.event_file import write_to_tensorboard
 from lightning_fp4.callbacks.logs import set_callback_metrics
-from lightning_fp4.monitoring import PrecisionReport, draw_heat_map, layer_sensitivity
+from lightning_fp4.monitoring import PrecisionReport, draw_heat_map, layer_sensitivity, refuse_single_name
 from lightning_fp4.operands import (
     OPERANDS,
     QUANTIZATION_STATISTICS,
@@ -129,10 +129,7 @@ class PrecisionMonitor(Callback):
                 raise ValueError(f"`PrecisionMonitor({name}={count})` must be 1 or more, or None.")
         if top_k < 1:
             raise ValueError(f"`PrecisionMonitor(top_k={top_k})` must be 1 or more.")
-        if isinstance(layers, str):
-            raise ValueError(
-                f"`PrecisionMonitor(layers={layers!r})` must be a collection of names, for example [{layers!r}]."
-            )
+        refuse_single_name("PrecisionMonitor", layers)
         self.every_n_steps = every_n_steps
         self.statistics = tuple(STATISTICS if statistics is None else statistics)
         self.operands = tuple(operands)

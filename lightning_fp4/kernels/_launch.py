@@ -12,7 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from lightning_fp4.quantizer import ScaleRule
+from lightning_fp4.formats import E8M0
+from lightning_fp4.quantizer import Quantizer, Rounding, ScaleRule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HADAMARD_SIZES = (2, 4, 8, 16, 32)
@@ -100,9 +101,19 @@ def is_wide(x: Tensor, block_m: int, block_n: int) -> bool:
     return max(steps) >= 2**31
 
 
-def candidate_count(rule: ScaleRule) -> int:
-    """How many scales ``rule`` tries for each block."""
-    return {ScaleRule.FOUR_OVER_SIX: 2, ScaleRule.CLOSED_BEST: 3}.get(rule, 1)
+def constants_of(quantizer: Quantizer) -> dict[str, Any]:
+    """What kernels have to know of a quantiser, by the names of their constants."""
+    block_format, rule = quantizer.format, quantizer.scale_rule
+    return {
+        "BY": block_format.global_scale or "none",
+        "MAX": rule.encoded_max,
+        "R": block_format.block[0],
+        "C": block_format.block[1],
+        "E8M0": block_format.scale is E8M0,
+        "RULE": rule.value,
+        "STOCHASTIC": quantizer.rounding is Rounding.STOCHASTIC,
+        "CANDIDATES": {ScaleRule.FOUR_OVER_SIX: 2, ScaleRule.CLOSED_BEST: 3}.get(rule, 1),  # scales to try
+    }
 
 
 class Launch:

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_fp4.formats import E8M0
 from lightning_fp4.kernels import _groups, _random, _scales, _values
-from lightning_fp4.kernels._launch import Launcher, candidate_count, ceil_div, check_input, has_e4m3, is_interpreted
+from lightning_fp4.kernels._launch import Launcher, ceil_div, check_input, constants_of, has_e4m3, is_interpreted
 from lightning_fp4.kernels._tiles import load_globals, quantize_groups
 from lightning_fp4.quantizer import Quantizer, Rounding
 from lightning_fp4.tensor import Patch, operand_shift
@@ -131,20 +130,12 @@ def _patch_kernel(  # type: ignore[no-untyped-def]
 def _launcher(
     kernel: Any, quantizer: Quantizer, parts: tuple[str, ...], units: str, warps: int, **constants: Any
 ) -> Launcher:
-    block_format, encoded_max = quantizer.format, quantizer.scale_rule.encoded_max
     known = {
+        **constants_of(quantizer),
         "FIRST": parts[0],
         "SECOND": parts[1] if len(parts) > 1 else "none",
         "UNITS": units,
-        "BY": block_format.global_scale or "none",
-        "MAX": encoded_max,
-        "SHIFT": operand_shift("bf16" if units == "bf16" else "fp8", encoded_max),
-        "R": block_format.block[0],
-        "C": block_format.block[1],
-        "E8M0": block_format.scale is E8M0,
-        "RULE": quantizer.scale_rule.value,
-        "STOCHASTIC": quantizer.rounding is Rounding.STOCHASTIC,
-        "CANDIDATES": candidate_count(quantizer.scale_rule),
+        "SHIFT": operand_shift("bf16" if units == "bf16" else "fp8", quantizer.scale_rule.encoded_max),
         "ASM": not is_interpreted(),
     }
     return Launcher(kernel, {**known, **constants}, warps)

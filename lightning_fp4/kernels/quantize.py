@@ -19,9 +19,9 @@ from lightning_fp4.kernels._launch import (
     Launcher,
     Plan,
     Remembered,
-    candidate_count,
     ceil_div,
     check_input,
+    constants_of,
     grid_of,
     has_e4m3,
     has_early_launch,
@@ -184,16 +184,9 @@ class _Layout:
         self.scale_dtype = torch.float8_e8m0fnu if block_format.scale is E8M0 else torch.float8_e4m3fn
         self.dtype = {None: torch.uint8, "bf16": torch.bfloat16}.get(units, torch.float8_e4m3fn)
         self.constants = {
+            **constants_of(quantizer),
             "UNITS": units or "packed",
-            "BY": block_format.global_scale or "none",
-            "MAX": self.encoded_max,
             "SHIFT": operand_shift(units, self.encoded_max),
-            "R": self.block_rows,
-            "C": self.block_columns,
-            "E8M0": block_format.scale is E8M0,
-            "RULE": quantizer.scale_rule.value,
-            "STOCHASTIC": quantizer.rounding is Rounding.STOCHASTIC,
-            "CANDIDATES": candidate_count(quantizer.scale_rule),
         }
 
 

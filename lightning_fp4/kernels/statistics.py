@@ -7,13 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_fp4.formats import E8M0
 from lightning_fp4.kernels import _groups, _scales
 from lightning_fp4.kernels._launch import (
     DTYPES,
-    candidate_count,
     ceil_div,
     check_device,
+    constants_of,
     has_e4m3,
     is_interpreted,
     launcher,
@@ -33,7 +32,7 @@ def _total(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def _sums_kernel(  # type: ignore[no-untyped-def]
     x_ptr, rows, columns, tiles_m, tiles_n, amax_ptr, seed_ptr, out_ptr,
-    BY: tl.constexpr, MAX: tl.constexpr, R: tl.constexpr, C: tl.constexpr, IS_E8M0: tl.constexpr, RULE: tl.constexpr,
+    BY: tl.constexpr, MAX: tl.constexpr, R: tl.constexpr, C: tl.constexpr, E8M0: tl.constexpr, RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr, CANDIDATES: tl.constexpr, NATIVE_E4M3: tl.constexpr, ASM: tl.constexpr,
     SUMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -58,10 +57,10 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
         words = draw_words(values, first, offs_m[None, :] * groups + offs_g[:, None], seed_ptr, 0, ASM)
     group_amax = _groups.group_amax(values)
     encoded, scales = encode_blocks(
-        values, group_amax, words, amax[None, :], encode[None, :], decode[None, :], MAX, R, IS_E8M0, RULE, STOCHASTIC,
+        values, group_amax, words, amax[None, :], encode[None, :], decode[None, :], MAX, R, E8M0, RULE, STOCHASTIC,
         CANDIDATES, NATIVE_E4M3, ASM,
     )  # fmt: skip
-    scale = _scales.scale_decode(scales, IS_E8M0)
+    scale = _scales.scale_decode(scales, E8M0)
     factors = scale
     if BY != "none":
         factors = factors * amax[None, :] * (1.0 / MAX)
@@ -121,10 +120,8 @@ def quantization_sums(x: Tensor, quantizer: Quantizer, *, seed: Tensor | None = 
             axes = (1, 2) if block_format.global_scale == "tensor" else 2
             amax = torch.linalg.vector_norm(x, torch.inf, axes, dtype=torch.float32)
         launch = launcher(
-            _sums_kernel, BY=block_format.global_scale or "none", MAX=quantizer.scale_rule.encoded_max,
-            R=block_format.block[0], C=block_format.block[1], IS_E8M0=block_format.scale is E8M0,
-            RULE=quantizer.scale_rule.value, STOCHASTIC=stochastic, CANDIDATES=candidate_count(quantizer.scale_rule),
-            NATIVE_E4M3=has_e4m3(x), ASM=not is_interpreted(), SUMS=_SUMS, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
+            _sums_kernel, NATIVE_E4M3=has_e4m3(x), ASM=not is_interpreted(), SUMS=_SUMS, BLOCK_M=_BLOCK_M,
+            BLOCK_N=_BLOCK_N, **constants_of(quantizer),
         )  # fmt: skip
         launch(
             count * tiles_m * tiles_n,
