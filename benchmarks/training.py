@@ -335,8 +335,8 @@ def measure_all(options: argparse.Namespace) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 _COLUMNS = (
-    *("model", "mode", "variant", "ms a step", "ktokens/s", "over BF16", "peak GiB", "of BF16's", "quantised %"),
-    *("quantiser", "GEMMs", "loss"),
+    *("model", "mode", "variant", "ms a step", "BF16's in that run", "over BF16", "ktokens/s", "peak GiB", "of BF16's"),
+    *("quantised %", "quantiser", "GEMMs", "loss"),
 )
 
 
@@ -364,6 +364,7 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "variant": record["variant"],
                 "ms a step": f"{record['ms']:.1f}",
                 "ktokens/s": f"{record['tokens_per_second'] / 1e3:.1f}",
+                "BF16's in that run": f"{other['ms']:.1f}" if other else None,
                 "over BF16": f"{other['ms'] / record['ms']:.2f}" if other else None,
                 "peak GiB": None if memory is None else f"{memory:.1f}",
                 "of BF16's": f"{memory / other['peak_memory_gib']:.2f}" if other and memory else None,
@@ -387,8 +388,7 @@ def write_report(results: Path) -> str:
     where = last["environment"]
     head = (
         f"{where['device']}, torch {where['torch']}, lightning {where.get('lightning')}; batches of {last['batch']} x "
-        f"{last['length']} tokens, median of {last['steps']} steps after {last['warmup']}; ratios are those within one "
-        "run\n\n"
+        f"{last['length']} tokens, median of {last['steps']} steps after {last['warmup']}\n\n"
     )
     chosen = [
         record

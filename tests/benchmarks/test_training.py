@@ -155,7 +155,8 @@ def test_ratios_are_within_one_run(tmp_path):
     records = [_record("a", "bf16", 100.0), _record("a", "nvfp4", 80.0), _record("b", "bf16", 300.0)]
     bf16, nvfp4 = training.summarize(records)
     assert (bf16["ms a step"], bf16["over BF16"]) == ("300.0", None)
-    assert (nvfp4["over BF16"], nvfp4["of BF16's"], nvfp4["GEMMs"]) == ("1.25", "0.80", "fp8")
+    assert (nvfp4["BF16's in that run"], nvfp4["over BF16"], nvfp4["of BF16's"]) == ("100.0", "1.25", "0.80")
+    assert nvfp4["GEMMs"] == "fp8"
     records += [{**_record("b", "chon", 1.0), "error": "CUDA out of memory"}]
     file = tmp_path / "training.json"
     assert training.write_report(file) == "Not measured yet.\n"
