@@ -274,7 +274,7 @@ class AdaptiveGradientClipping(Callback):
                 raise ValueError(f"`AdaptiveGradientClipping({name}={value})` must be above 0.")
         if not raise_by >= 0:
             raise ValueError(f"`AdaptiveGradientClipping(raise_by={raise_by})` must be 0 or more.")
-        if not isinstance(bounds, Sequence) or len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
+        if not isinstance(bounds, Sequence) or len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1] > 0:
             raise ValueError(
                 f"`AdaptiveGradientClipping(bounds={bounds})` must be the smallest and the largest threshold, as "
                 "multiples of `threshold`, for example (0.1, 10.0)."

@@ -193,13 +193,17 @@ class FP4HealthCheck(Callback):
         for name, count in counts.items():
             if count < 1:
                 raise ValueError(f"`FP4HealthCheck({name}={count})` must be 1 or more.")
-        amounts = {"num_std": num_std, "min_increase": min_increase, "grad_norm_factor": grad_norm_factor}
+        amounts: dict[str, float | None] = {"num_std": num_std, "min_increase": min_increase}
         amounts |= {"warmup_steps": warmup_steps, "healthy_after_n_steps": healthy_after_n_steps}
         amounts |= {"max_rollbacks": max_rollbacks, "max_saturation": max_saturation}
         amounts |= {"max_flush_to_zero": max_flush_to_zero}
         for name, amount in amounts.items():
             if amount is not None and not amount >= 0:
                 raise ValueError(f"`FP4HealthCheck({name}={amount})` must be 0 or more.")
+        if grad_norm_factor is not None and not grad_norm_factor >= 1:  # else the median itself would be a spike
+            raise ValueError(
+                f"`FP4HealthCheck(grad_norm_factor={grad_norm_factor})` must be 1 or more, or None not to look."
+            )
         if not 0 < lr_factor <= 1:
             raise ValueError(f"`FP4HealthCheck(lr_factor={lr_factor})` must be above 0 and at most 1.")
         if warmup_steps > window:
@@ -322,10 +326,11 @@ class FP4HealthCheck(Callback):
         factor = math.inf if self.grad_norm_factor is None else self.grad_norm_factor
         norm_max = norm_limit(norms, factor=factor, min_values=self.warmup_steps)
         reason = find_trouble(loss, grad_norm, loss_max, norm_max, check_finite=self.check_finite)
-        values = {"loss": loss, "grad_norm": grad_norm, "loss_limit": loss_max, "grad_norm_limit": norm_max}
+        shown_norm = grad_norm if gradients.of(optimizer) else None  # another callback has dropped the gradients
+        values = {"loss": loss, "grad_norm": shown_norm, "loss_limit": loss_max, "grad_norm_limit": norm_max}
         if reason is None:
             self._spikes[index] = 0
-            if grad_norm > 0:  # 0 if another callback has dropped the gradients
+            if grad_norm > 0:  # 0 without gradients
                 norms.append(grad_norm)
             if loss is not None:
                 losses.append(loss)
@@ -505,10 +510,10 @@ def _describe(event: dict[str, Any]) -> str:
         bad = ", ".join(f"{x['layer']} {x['operand']} {x['statistic']} {x['value']:.3g}" for x in event["layers"])
         return f"{where}: FP4 layers beyond their bounds: {bad or 'on another rank'}"
     loss = "unknown" if event["loss"] is None else f"{event['loss']:.4g}"
-    return (
-        f"{where}: {event['reason'].replace('_', ' ')}, loss {loss} (limit {event['loss_limit']:.4g}), gradient norm "
-        f"{event['grad_norm']:.4g} (limit {event['grad_norm_limit']:.4g})"
-    )
+    norm = "gradients dropped already"
+    if event["grad_norm"] is not None:
+        norm = f"gradient norm {event['grad_norm']:.4g} (limit {event['grad_norm_limit']:.4g})"
+    return f"{where}: {event['reason'].replace('_', ' ')}, loss {loss} (limit {event['loss_limit']:.4g}), {norm}"
 
 
 def _plain(value: Any) -> Any:

@@ -373,6 +373,7 @@ def test_clipping_twice_warns(tmp_path):
         ({"bounds": (10.0, 0.1)}, r"bounds=\(10.0, 0.1\)\)` must be the smallest and the largest"),
         ({"bounds": (0.1,)}, "for example"),
         ({"bounds": 5.0}, "for example"),
+        ({"bounds": (0.0, 0.0)}, "for example"),
         ({"ignore_modules": "lm_head"}, r"for example \['lm_head'\]"),
     ],
 )

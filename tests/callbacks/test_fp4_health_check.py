@@ -137,6 +137,17 @@ def test_skip_drops_the_step(tmp_path, manual):
     assert "FP4HealthCheck/events" in path.read_text()
 
 
+@pytest.mark.parametrize("clips_first", [True, False])
+def test_gradients_that_clipping_dropped_are_not_called_zero(tmp_path, clips_first):
+    callbacks = [AdaptiveGradientClipping(), FP4HealthCheck("warn")]
+    fit = trainer(tmp_path, callbacks=callbacks if clips_first else callbacks[::-1])
+    what = "gradients dropped already" if clips_first else r"gradient norm nan \(limit inf\)"
+    with pytest.warns(UserWarning, match=rf"nonfinite loss, loss nan \(limit inf\), {what}\."):
+        fit.fit(TinyModule(depth=1), loader(4, poisoned=(8,)))
+    (event,) = read(tmp_path)
+    assert event["grad_norm"] == (None if clips_first else "nan")
+
+
 def test_raise_stops_before_the_weights_are_hit(tmp_path):
     module = TinyModule(depth=1)
     with pytest.raises(FP4TrainingDivergedError, match=r"action='raise'.*nonfinite loss"):
@@ -317,7 +328,8 @@ def test_disk_snapshots_are_cleaned_up(tmp_path):
         ({"action": "stop"}, "'warn', 'skip', 'rollback' or 'raise'"),
         ({"snapshot": "disk"}, "'memory' or 'checkpoint'"),
         ({"patience": 0}, r"patience=0\)` must be 1 or more"),
-        ({"grad_norm_factor": -1.0}, r"grad_norm_factor=-1.0\)` must be 0 or more"),
+        ({"num_std": -1.0}, r"num_std=-1.0\)` must be 0 or more"),
+        ({"grad_norm_factor": 0}, r"grad_norm_factor=0\)` must be 1 or more, or None"),
         ({"max_saturation": float("nan")}, r"max_saturation=nan\)` must be 0 or more"),
         ({"lr_factor": 2.0}, "at most 1"),
         ({"warmup_steps": 200}, "Make `warmup_steps` at most"),
