@@ -163,6 +163,12 @@ def over_block_rows(x, R: tl.constexpr, TAKE_MAX: tl.constexpr):
 
 
 @triton.jit
+def total(x):
+    """Sum of a matrix."""
+    return tl.sum(tl.sum(x, axis=1), axis=0)
+
+
+@triton.jit
 def draw_words(values, first, offs, seed_ptr, stream, ASM: tl.constexpr):
     """Random words for groups of values, a byte for each: those of the groups ``first + offs`` of a matrix."""
     words = ()

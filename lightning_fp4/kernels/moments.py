@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fp4.kernels import _groups, _scales
 from lightning_fp4.kernels._launch import ceil_div, check_device, launcher
-from lightning_fp4.kernels._tiles import load_columns
+from lightning_fp4.kernels._tiles import load_columns, total
 
 _BLOCK_M, _BLOCK_N = 64, 32  # a thread reads a channel of a 16x16 block, a warp 128 bytes of a row
 _SIDE = 16  # of a block
@@ -28,11 +28,6 @@ def _place_of_program(columns, strips, BLOCK_N: tl.constexpr):  # type: ignore[n
     pid = tl.program_id(0).to(tl.int64)
     strip = pid % strips
     return pid // strips, strip, strip * BLOCK_N, tl.cast(columns, tl.int64)
-
-
-@triton.jit
-def _total(x):  # type: ignore[no-untyped-def]
-    return tl.sum(tl.sum(x, axis=1), axis=0)
 
 
 @triton.jit
@@ -144,10 +139,10 @@ def _deviations_kernel(  # type: ignore[no-untyped-def]
         is_varied = (first_m + (offs_g + 1) * SIDE <= rows)[:, None] & is_whole & (block_squares > noise * noise)
         quotients += tl.where(is_varied, _over_blocks(of_fourths, SIDE) / (block_squares * block_squares), 0.0)
         blocks += is_varied.to(tl.int32)
-    tl.store(out_ptr + 4, _total(squares))
-    tl.store(out_ptr + 5, _total(fourths))
-    tl.store(out_ptr + 7, _total(quotients))
-    tl.store(out_ptr + 8, _total(blocks).to(tl.float64))
+    tl.store(out_ptr + 4, total(squares))
+    tl.store(out_ptr + 5, total(fourths))
+    tl.store(out_ptr + 7, total(quotients))
+    tl.store(out_ptr + 8, total(blocks).to(tl.float64))
     if strip == 0:
         tl.store(out_ptr, _largest_of(maxima_ptr + matrix * strips, strips, SPAN).to(tl.float64))
         tl.store(out_ptr + 1, _sum_of(top_ptr + matrix * top_k, top_k, SPAN))

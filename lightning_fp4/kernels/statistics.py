@@ -17,16 +17,11 @@ from lightning_fp4.kernels._launch import (
     is_interpreted,
     launcher,
 )
-from lightning_fp4.kernels._tiles import draw_words, encode_blocks, load_globals, load_rows, over_block
+from lightning_fp4.kernels._tiles import draw_words, encode_blocks, load_globals, load_rows, over_block, total
 from lightning_fp4.quantizer import Quantizer, Rounding
 
 _BLOCK_M, _BLOCK_N = 64, 64
 _SUMS = 6  # of each matrix, in the order of `reference.QUANTIZATION_SUMS`
-
-
-@triton.jit
-def _total(x):  # type: ignore[no-untyped-def]
-    return tl.sum(tl.sum(x, axis=1), axis=0)
 
 
 @triton.jit
@@ -83,12 +78,12 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     is_first = (offs_m % R == 0)[None, :] & (offs_g >= 0)[:, None]  # one of the groups of each block
     lost = is_first & (over_block(group_amax, R) != 0) & (scale == 0)
     out_ptr += pid * SUMS
-    tl.store(out_ptr, _total(signal))
-    tl.store(out_ptr + 1, _total(noise))
-    tl.store(out_ptr + 2, _total(nonzero).to(tl.float64))
-    tl.store(out_ptr + 3, _total(flushed).to(tl.float64))
-    tl.store(out_ptr + 4, _total(beyond).to(tl.float64))
-    tl.store(out_ptr + 5, _total(lost.to(tl.int32)).to(tl.float64))
+    tl.store(out_ptr, total(signal))
+    tl.store(out_ptr + 1, total(noise))
+    tl.store(out_ptr + 2, total(nonzero).to(tl.float64))
+    tl.store(out_ptr + 3, total(flushed).to(tl.float64))
+    tl.store(out_ptr + 4, total(beyond).to(tl.float64))
+    tl.store(out_ptr + 5, total(lost.to(tl.int32)).to(tl.float64))
 
 
 def quantization_sums(x: Tensor, quantizer: Quantizer, *, seed: Tensor | None = None) -> Tensor:
