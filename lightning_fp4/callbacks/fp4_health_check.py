@@ -326,8 +326,6 @@ class FP4HealthCheck(Callback):
         factor = math.inf if self.grad_norm_factor is None else self.grad_norm_factor
         norm_max = norm_limit(norms, factor=factor, min_values=self.warmup_steps)
         reason = find_trouble(loss, grad_norm, loss_max, norm_max, check_finite=self.check_finite)
-        shown_norm = grad_norm if gradients.of(optimizer) else None  # another callback has dropped the gradients
-        values = {"loss": loss, "grad_norm": shown_norm, "loss_limit": loss_max, "grad_norm_limit": norm_max}
         if reason is None:
             self._spikes[index] = 0
             if grad_norm > 0:  # 0 without gradients
@@ -336,6 +334,8 @@ class FP4HealthCheck(Callback):
                 losses.append(loss)
         elif reason.startswith("nonfinite") or self._spikes.get(index, 0) + 1 >= self.patience:
             self._spikes[index] = 0
+            shown_norm = grad_norm if gradients.of(optimizer) else None  # another callback has dropped the gradients
+            values = {"loss": loss, "grad_norm": shown_norm, "loss_limit": loss_max, "grad_norm_limit": norm_max}
             self._trouble = (reason, {**values, "ranks": self._ranks_in_trouble(trainer)})
             if self.action != "warn":
                 gradients.drop(optimizer)

@@ -20,8 +20,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def of(optimizer: Optimizer) -> list[Tensor]:
     """The gradients of an optimizer's parameters."""
-    found = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    return [gradient for gradient in found if gradient is not None]
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def local(x: Tensor) -> Tensor:
