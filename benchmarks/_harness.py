@@ -64,6 +64,15 @@ def labelled_recipe(argument: str) -> tuple[str, dict[str, Any]]:
     return label, json.loads("{" + recipe)
 
 
+LABELLED_RECIPES: dict[str, Any] = {
+    "action": "append",
+    "type": labelled_recipe,
+    "default": [],
+    "metavar": "LABEL=JSON",
+}
+"""What ``argparse`` has to know of ``--recipe``, which may be given several times."""
+
+
 def markdown_table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """Rows as a Markdown table; a missing or ``None`` cell stays empty."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]

@@ -532,14 +532,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--text", nargs="+", type=Path, default=[Path("/usr/share/doc")], help="files or folders of text, .gz too")
     add("--variants", nargs="*", default=["bf16", "nvfp4-rne-2d", "nvfp4-2d"], help=", ".join(VARIANTS))
-    add(
-        "--recipe",
-        action="append",
-        type=harness.labelled_recipe,
-        default=[],
-        metavar="LABEL=JSON",
-        help="one more variant, a recipe as a dict",
-    )
+    add("--recipe", **harness.LABELLED_RECIPES, help="one more variant, a recipe as a dict")
     add("--layers", nargs="+", default=["all"], choices=["all", "protected", "recipe"], help="what runs in FP4")
     add("--seeds", nargs="+", type=int, default=[0])
     add("--path", choices=["fake", "real"], default="fake")

@@ -413,14 +413,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     add("--modes", nargs="+", default=["eager", "compile"], choices=MODES)
     add("--recipes", nargs="*", default=list(RECIPES)[:3], help=f"besides BF16; known: {', '.join(RECIPES)}")
-    add(
-        "--recipe",
-        action="append",
-        type=harness.labelled_recipe,
-        default=[],
-        metavar="LABEL=JSON",
-        help="one more, a recipe as a dict",
-    )
+    add("--recipe", **harness.LABELLED_RECIPES, help="one more, a recipe as a dict")
     add("--peer", action=argparse.BooleanOptionalAction, default=True, help="torchao's FP8, if installed")
     add("--batch", type=int, default=4, help="sequences a step")
     add("--length", type=int, default=4096, help="tokens a sequence")
