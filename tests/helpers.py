@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing
 from torch import nn
@@ -20,6 +21,8 @@ from lightning_fp4.formats import E2M1_VALUES
 
 GOLDENS = Path(__file__).parent / "goldens"
 FULL_GOLDENS = Path(__file__).resolve().parents[2] / "shared" / "goldens"
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 
 #: The recipe without randomness, for comparisons to the bit.
 RTN = get_recipe("nvfp4", stochastic_rounding=False, units="exact")

@@ -29,6 +29,7 @@ from tests.helpers import (
     exact_units,
     fp4_linear_layer,
     golden_cases,
+    needs_two_gpus,
     relative_error,
     run,
     same_bits,
@@ -904,7 +905,7 @@ def test_random_state_follows_the_input(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@needs_two_gpus
 @pytest.mark.parametrize("name", ["nvfp4", "averis", "chon", "mxfp4"])
 def test_a_gpu_that_is_not_the_current_one(name):
     recipe = without_blocks(get_recipe(name))

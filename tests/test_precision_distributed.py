@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_fp4 import convert_to_fp4, get_recipe
-from tests.helpers import RTN, relative_error, run_processes
+from tests.helpers import RTN, needs_two_gpus, relative_error, run_processes
 from tests.trainer_models import WIDTH, Regressor, adamw, layers_of, plugin, sgd, trainer
 
 pytestmark = [
@@ -256,10 +256,8 @@ def worker(rank, port, device_type, folder):
         torch.save(result, folder / f"{name}-{rank}.pt")
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two_gpus])])
 def device(request):
-    if request.param == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("fewer than two GPUs")
     return torch.device(request.param)
 
 

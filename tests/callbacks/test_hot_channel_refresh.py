@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_fp4 import FP4Precision, HotChannelRefresh, HotChannelUpdates, RecipeSchedule, fabric, get_recipe, matmul
 from lightning_fp4.callbacks.hot_channel_refresh import choose_channels, overlap
 from lightning_fp4.reference import select_channels
-from tests.helpers import fp4_linear_layer, run_processes
+from tests.helpers import fp4_linear_layer, needs_two_gpus, run_processes
 from tests.trainer_models import Regressor, assert_same_weights, layers_of, messages, plugin, trainer
 
 CHON = get_recipe(
@@ -309,12 +309,10 @@ def _worker(rank, path, accelerator, port):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=[pytest.mark.gpu, needs_two_gpus])])
 def test_two_processes_choose_alike(accelerator, tmp_path):
     from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-    if accelerator == "gpu" and torch.cuda.device_count() < 2:
-        pytest.skip("fewer than two GPUs")
     run_processes(_worker, str(tmp_path), accelerator, find_free_network_port())
     for run in (True, False, "fabric"):
         first, second = (torch.load(tmp_path / f"{run}-{rank}.pt") for rank in (0, 1))

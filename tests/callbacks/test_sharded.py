@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_fp4 import FP4Precision
 from lightning_fp4.callbacks import AdaptiveGradientClipping, FP4HealthCheck, PrecisionMonitor
 from tests.callbacks.models import Elastic, TinyModule, loader, run_ranks, trainer
+from tests.helpers import needs_two_gpus
 
 pytestmark = pytest.mark.slow
 
@@ -47,11 +48,9 @@ def _rank(rank, directory, accelerator, backend):
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "backend"), [("cpu", "gloo"), pytest.param("gpu", "nccl", marks=pytest.mark.gpu)]
+    ("accelerator", "backend"), [("cpu", "gloo"), pytest.param("gpu", "nccl", marks=[pytest.mark.gpu, needs_two_gpus])]
 )
 def test_all_callbacks_over_shards(accelerator, backend, tmp_path):
-    if accelerator == "gpu" and torch.cuda.device_count() < 2:
-        pytest.skip("fewer than two GPUs")
     run_ranks(_rank, tmp_path, accelerator, backend)
     (first, *seen), (second, *others) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert torch.equal(first, second)
